@@ -1,0 +1,1 @@
+"""Chat formats, templates, special tokens and embedding growth, without torch or transformers."""

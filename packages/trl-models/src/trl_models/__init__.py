@@ -1,0 +1,1 @@
+"""All trl-* model utilities under one lazy import, with example trainers."""

@@ -1,0 +1,1 @@
+"""Reference models: created, and prepared for DeepSpeed and FSDP."""

@@ -1,0 +1,1 @@
+"""Run any function through a wrapped model's forward."""

@@ -1,0 +1,1 @@
+"""Causal and sequence-to-sequence language models with a value head."""
