@@ -1,0 +1,1 @@
+"""What serves this repository and is not shipped."""

@@ -1,0 +1,1 @@
+"""What tests and benchmarks run on: real ranks, TRL's own environments, snapshots, bare wheels."""
