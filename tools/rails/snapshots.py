@@ -47,7 +47,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _module_facts(name: str, module: nn.Module) -> dict[str, Any]:
+def _module_facts(name: str, module: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {f"{name}: class": type(module).__qualname__}
     for dictionary in HOOK_DICTIONARIES:
         hooks = getattr(module, dictionary, None)
@@ -69,7 +69,7 @@ def _module_facts(name: str, module: nn.Module) -> dict[str, Any]:
     return facts
 
 
-def _parameter_facts(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+def _parameter_facts(name: str, parameter: Any) -> dict[str, Any]:
     local = getattr(parameter, "_local_tensor", parameter)
     facts: dict[str, Any] = {
         f"{name}: parameter": (id(parameter), type(parameter).__name__, parameter.requires_grad),
@@ -85,7 +85,7 @@ def _parameter_facts(name: str, parameter: nn.Parameter) -> dict[str, Any]:
     return facts
 
 
-def _zero_facts(model: nn.Module) -> dict[str, Any]:
+def _zero_facts(model: Any) -> dict[str, Any]:
     optimizer = getattr(model, "optimizer", None)
     offload = getattr(optimizer, "parameter_offload", None)
     if offload is None:
@@ -117,7 +117,7 @@ def _zero_facts(model: nn.Module) -> dict[str, Any]:
     return facts
 
 
-def _fsdp_facts(name: str, module: nn.Module) -> dict[str, Any]:
+def _fsdp_facts(name: str, module: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     handle = getattr(module, "_handle", None)
     if handle is not None and hasattr(handle, "flat_param"):
