@@ -1,0 +1,179 @@
+"""The names of DeepSpeed that are not its public API, all in one place.
+
+All of them were read in DeepSpeed 0.16.4 and 0.19.8; a comment says where only one has a name.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from torch import nn
+
+# Class-private names of PartitionedParameterCoordinator.
+AVAILABLE_COUNT = "_PartitionedParameterCoordinator__n_available_params"
+# Module attributes that the hooks count in, whether or not a gradient is wanted.
+MODULE_COUNTERS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+_GENERATION_COORDINATOR = "_trl_zero3_generation_coordinator"
+
+
+def is_engine(model: object) -> bool:
+    """Say whether this is a DeepSpeed engine; nothing is if DeepSpeed was never imported."""
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
+    return engine is not None and isinstance(model, engine)
+
+
+def offload_of(engine: object) -> Any | None:
+    """Return the object that owns a ZeRO-3 engine's hooks and residency; None at other stages."""
+    optimizer = getattr(engine, "optimizer", None)
+    # Without an optimizer, stage 3 puts the offload object itself in the optimizer's place.
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    ours = hasattr(offload, "forward_hooks") and hasattr(offload, "get_param_coordinator")
+    return offload if ours else None
+
+
+def is_inside_of_engine(model: nn.Module) -> bool:
+    """Say whether some ZeRO-3 engine has numbered this module and put its hooks on it."""
+    return "ds_id" in vars(model)
+
+
+def hook_entries(engine: object, offload: Any) -> Iterator[tuple[dict[int, Any], int]]:
+    """Yield where each of the engine's own hooks sits: a hook dictionary and the key in it."""
+    handles = [*offload.forward_hooks, *offload.backward_hooks]
+    start = vars(offload).get("fwd_pre_hook")  # 0.19.8; 0.16.4 keeps no handle of it
+    # 0.19.8: they set up and end the engine's forward, and may be None
+    outer = [vars(engine).get(f"module_forward_{when}_hook") for when in ("pre", "post")]
+    for handle in (*handles, start, *outer):
+        if handle is None:
+            continue
+        for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+            dictionary = reference()
+            if dictionary is not None and handle.id in dictionary:
+                yield dictionary, handle.id
+    if start is None:
+        dictionary = offload.module._forward_pre_hooks
+        for key, hook in dictionary.items():
+            if _wraps(hook, "_start_of_forward_hook"):
+                yield dictionary, key
+
+
+def has_its_hooks(offload: Any) -> bool:
+    """Say whether the hooks that the offload object registered are all still in place."""
+    handles = [*offload.forward_hooks, *offload.backward_hooks]
+    return bool(handles) and all(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles)
+
+
+def drain(offload: Any) -> None:
+    """Wait for the parameters in flight and release them, as the engine does before a forward."""
+    offload.get_param_coordinator()._clean_inflight_param_registry()
+
+
+@contextmanager
+def own_trace(offload: Any) -> Generator[None]:
+    """Let forwards inside record and follow a trace of their own, not the training step's.
+
+    The coordinator caches by its own identity what to release at each step of a trace, so a trace
+    put into the old coordinator would be followed with the other trace's answers: another
+    coordinator stands in. It is kept, since that cache never forgets one.
+    """
+    training = offload.param_coordinator
+    generation = vars(offload).get(_GENERATION_COORDINATOR)
+    if generation is None:
+        generation = copy(training)
+        if not generation.is_invalid_trace():
+            generation._invalidate_trace()
+        setattr(offload, _GENERATION_COORDINATOR, generation)
+    setattr(generation, AVAILABLE_COUNT, 0)
+    if generation is training:  # a context inside a context
+        yield
+        return
+    offload.param_coordinator = generation
+    try:
+        yield
+    finally:
+        try:
+            generation._clean_inflight_param_registry()
+            if generation.is_record_trace():
+                generation._invalidate_trace()  # half a trace, if the body raised
+        finally:
+            offload.param_coordinator = training
+
+
+@contextmanager
+def forward_state(model: nn.Module) -> Generator[None]:
+    """Put back what a forward that raises half-way would leave: stack, flags and counters."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    stack = list(parameter_offload.FWD_MODULE_STACK)
+    modules = list(model.modules())
+    parameters: list[Any] = [
+        module._parameters for module in modules
+    ]  # ZeRO's own dictionary class
+    flags = [getattr(own, "_in_forward", None) for own in parameters]
+    counters = [{key: vars(module).get(key) for key in MODULE_COUNTERS} for module in modules]
+    try:
+        yield
+    finally:
+        parameter_offload.FWD_MODULE_STACK[:] = stack
+        for own, flag in zip(parameters, flags, strict=True):
+            if flag is not None:
+                own._in_forward = flag
+        for module, counted in zip(modules, counters, strict=True):
+            for key, value in counted.items():
+                if value is not None:
+                    vars(module)[key] = value
+                else:
+                    vars(module).pop(key, None)
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Say whether ZeRO-3 holds this parameter, gathered or not."""
+    return hasattr(parameter, "ds_status")
+
+
+def is_missing(parameter: Any) -> bool:
+    """Say whether only a shard of the parameter is here."""
+    return parameter.ds_status.name == "NOT_AVAILABLE"
+
+
+def is_in_flight(parameter: Any) -> bool:
+    """Say whether the parameter is being gathered at this moment."""
+    return parameter.ds_status.name == "INFLIGHT"
+
+
+def unsupported(parameter: Any) -> str | None:
+    """Return why a parameter can't be gathered here, if it can't."""
+    if parameter.ds_zero_param_process_group is not None:
+        return "hierarchical partitioning (zero_hpz_partition_size)"
+    if parameter.nvme_swapper is not None:
+        return "offload to NVMe"
+    if hasattr(parameter.ds_tensor, "ds_quant_scale"):
+        return "quantized weights (zero_quantized_nontrainable_weights)"
+    return None
+
+
+def gather(parameters: list[Any]) -> None:
+    """Gather these parameters, all of them missing, in one launch for each dtype."""
+    parameters[0].all_gather_coalesced(parameters).wait()
+
+
+def release(parameters: list[Any]) -> None:
+    """Go back to the shards of these parameters; what was written to them is forgotten."""
+    gathered = [parameter for parameter in parameters if not is_missing(parameter)]
+    for parameter in gathered:
+        parameter.ds_active_sub_modules.clear()  # DeepSpeed refuses to free one in use
+        # A gather that was interrupted leaves it in flight, which can't be freed either.
+        parameter.ds_status = type(parameter.ds_status).AVAILABLE
+    if gathered:
+        gathered[0].partition(param_list=gathered)
+
+
+def _wraps(hook: Any, name: str) -> bool:
+    """Say whether a hook is this function, or DeepSpeed's profiling wrapper around it."""
+    inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    return any(getattr(function, "__name__", None) == name for function in (hook, *inner))
