@@ -32,7 +32,8 @@ def main(folder: Path, parent: int) -> None:
     if "RANK" in os.environ:
         import torch.distributed
 
-        torch.distributed.init_process_group("gloo", timeout=PROCESS_GROUP_LIMIT)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend, timeout=PROCESS_GROUP_LIMIT)
     (folder / f"rank{rank}.ready").touch()
     for number in itertools.count():
         task = folder / f"task{number}"

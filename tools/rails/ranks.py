@@ -46,6 +46,7 @@ def run_on_ranks(
     mixed_precision: str = "no",
     environment: str | None = None,
     sources: Sequence[str] = (),
+    device: str = "cpu",
     fresh: bool = False,
     **arguments: Any,
 ) -> list[Any]:
@@ -54,13 +55,14 @@ def run_on_ranks(
     Args:
         function: A module-level function, called as `function(accelerator, **arguments)`; its file
             is imported again on every rank, so it must import there.
-        engine: "single", "ddp", "zero2", "zero3", "fsdp1" or "fsdp2", on CPU with gloo; None calls
+        engine: "single", "ddp", "zero2", "zero3", "fsdp1" or "fsdp2"; None calls
             `function(**arguments)` in one plain process.
         processes: The number of ranks; 1 for "single" and None, else 2.
         time_limit: Seconds until the ranks are ended and their stacks shown.
         mixed_precision: As accelerate takes it.
         environment: A hatch environment such as "peer-new"; the current one unless given.
         sources: Packages of this repository put on the path there ("trl-zero3", ...).
+        device: "cpu", also where there is a GPU, or "cuda" for a GPU a rank, with NCCL.
         fresh: Start new processes, and end them afterwards.
         arguments: Picklable keyword arguments of the function.
 
@@ -73,12 +75,12 @@ def run_on_ranks(
     if processes is None:
         processes = 1 if engine in (None, "single") else 2
     family = "zero" if engine is not None and engine.startswith("zero") else "torch"
-    key = (family, processes, engine in (None, "single"), environment, tuple(sources))
+    key = (family, processes, engine in (None, "single"), environment, tuple(sources), device)
     if fresh:
         _close(key)
     group = _groups.get(key)
     if group is None or not group.alive():
-        _groups[key] = group = _Ranks(family, processes, key[2], environment, sources)
+        _groups[key] = group = _Ranks(family, processes, key[2], environment, sources, device)
         while len(_groups) > GROUPS_KEPT:
             _close(next(iter(_groups)))
     _groups.move_to_end(key)
@@ -122,6 +124,7 @@ class _Ranks:
         alone: bool,
         environment: str | None,
         sources: Sequence[str],
+        device: str,
     ) -> None:
         python, variables = sys.executable, dict(os.environ)
         if environment is not None:
@@ -136,7 +139,9 @@ class _Ranks:
         variables["PYTHONFAULTHANDLER"] = "1"
         variables.pop("ACCELERATE_USE_DEEPSPEED", None)
         if family == "zero":
-            variables |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true"}
+            variables["ACCELERATE_USE_DEEPSPEED"] = "true"
+        if device == "cpu":
+            variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.processes = processes
         self.calls = 0

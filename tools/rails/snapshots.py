@@ -81,6 +81,7 @@ def _parameter_facts(name: str, parameter: Any) -> dict[str, Any]:
             str(parameter.ds_status),
             sorted(map(str, parameter.ds_active_sub_modules)),
             bool(parameter.ds_persist),
+            bool(parameter.is_external_param),
         )
     return facts
 
@@ -90,13 +91,18 @@ def _zero_facts(model: Any) -> dict[str, Any]:
     offload = getattr(optimizer, "parameter_offload", None)
     if offload is None:
         return {}
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
     facts: dict[str, Any] = {
         "zero: forward hooks": [id(hook) for hook in offload.forward_hooks],
         "zero: backward hooks": [id(hook) for hook in offload.backward_hooks],
         "zero: persistent": sorted(p.ds_id for p in offload.persistent_parameters),
-        "zero: forward modules": [
-            id(m) for m in getattr(offload, "module", nn.Module()).children()
+        "zero: forward stack": [id(module) for module in FWD_MODULE_STACK],
+        "zero: in forward": [
+            getattr(module._parameters, "_in_forward", None) for module in offload.module.modules()
         ],
+        "zero: start hook": id(getattr(offload, "fwd_pre_hook", None)),
+        "zero: coordinator": id(offload.get_param_coordinator()),
     }
     coordinator = offload.get_param_coordinator()
     prefix = "_PartitionedParameterCoordinator__"
@@ -108,9 +114,10 @@ def _zero_facts(model: Any) -> dict[str, Any]:
         "submodule_order",
         "param_order",
         "ongoing_fetch_events",
+        "param_queue",
     ):
         if hasattr(coordinator, prefix + key):
-            facts[f"zero: {key}"] = len(getattr(coordinator, prefix + key))
+            facts[f"zero: {key}"] = len(getattr(coordinator, prefix + key) or ())
     for key in ("_in_forward", "inside_no_sync_ctxt", "warn_unscaled_loss", "micro_steps"):
         if hasattr(model, key):
             facts[f"zero engine: {key}"] = getattr(model, key)
@@ -128,6 +135,11 @@ def _fsdp_facts(name: str, module: Any) -> dict[str, Any]:
             flat.data_ptr() == flat._local_shard.data_ptr(),
             bool(handle._needs_pre_forward_unshard),
             bool(handle._prefetched),
+            handle.needs_unshard(),
+            handle._pre_forward_order_index,
+            handle._post_forward_index,
+            len(module._exec_order_data.handles_pre_forward_order),
+            len(module._exec_order_data.handles_post_forward_order),
         )
     state_of = getattr(module, "_get_fsdp_state", None)
     if state_of is None:
@@ -139,6 +151,10 @@ def _fsdp_facts(name: str, module: Any) -> dict[str, Any]:
         id(state._state_ctx.iter_forward_root) if state._state_ctx.iter_forward_root else None,
         state._state_ctx.is_last_backward,
         len(state._states_to_forward_prefetch),
+        len(state._modules_to_run_forward),
+        state._state_ctx.post_backward_final_callback_queued,
+        len(getattr(state._comm_ctx, "post_forward_order", ())),
+        getattr(state._comm_ctx, "all_gather_state", None) is None,
     )
     groups = getattr(state, "_fsdp_param_groups", None) or [
         getattr(state, "_fsdp_param_group", None)
@@ -153,6 +169,7 @@ def _fsdp_facts(name: str, module: Any) -> dict[str, Any]:
             group._reshard_after_forward_event is None,
             group.reduce_grads,
             group.reshard_after_backward,
+            list(group._post_forward_indices),
             [str(p.sharded_state) for p in group.fsdp_params],
         )
     return facts

@@ -1,0 +1,1 @@
+"""One module for each area of the benchmarks."""

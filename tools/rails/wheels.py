@@ -1,0 +1,124 @@
+"""Install this repository's wheels in fresh venvs, as a user would, and test them there."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.rails.environments import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+
+
+def members() -> list[str]:
+    """Return the names of all distributions of this repository."""
+    return sorted(file.parent.name for file in ROOT.glob("packages/*/pyproject.toml"))
+
+
+def project_table(distribution: str) -> dict[str, Any]:
+    """Return the `[project]` table of a member."""
+    text = (ROOT / "packages" / distribution / "pyproject.toml").read_text()
+    return tomllib.loads(text)["project"]
+
+
+@functools.cache
+def build_wheels() -> dict[str, Path]:
+    """Build every member's wheel once a process, and return the wheels by distribution."""
+    hatch = shutil.which("hatch")
+    if hatch is None:
+        raise RuntimeError("hatch is not on the path: python3 -m pip install hatch")
+    folder = Path(tempfile.mkdtemp(prefix="wheels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _run([hatch, "build", "--all", "--target", "wheel", str(folder)], cwd=ROOT)
+    wheels = {}
+    for distribution in members():
+        (wheel,) = folder.glob(f"{distribution.replace('-', '_')}-*.whl")
+        wheels[distribution] = wheel
+    return wheels
+
+
+@dataclass
+class WheelVenv:
+    """A fresh venv with one member's wheel, out of reach of the sources."""
+
+    folder: Path
+    distribution: str
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "venv" / "bin" / "python"
+
+    def install(self, *, extras: Iterable[str] = (), others: Iterable[str] = ()) -> None:
+        """Install the wheel with these extras, and other requirements beside it."""
+        wheel = build_wheels()[self.distribution]
+        names = ",".join(extras)
+        requirement = f"{self.distribution}[{names}] @ {wheel.as_uri()}"
+        pip = [str(self.python), "-m", "pip", "install", "--quiet", "--find-links"]
+        _run(
+            [*pip, str(wheel.parent), requirement, *others],
+            cwd=self.folder,
+            env=_clean_environment() | {"PIP_CONSTRAINT": CONSTRAINTS.as_uri()},
+        )
+
+    def run(self, code: str) -> Any:
+        """Run code there, which assigns `answer`, and return that through JSON."""
+        code += "\nimport json as _json\nprint()\nprint(_json.dumps(answer))"
+        return json.loads(self._python("-c", code).splitlines()[-1])
+
+    def run_own_tests(self) -> str:
+        """Run the package's tests and doctests, copied out of the tree, and return the report."""
+        tests = ROOT / "packages" / self.distribution / "tests"
+        copied = self.folder / "tests"
+        shutil.copytree(tests, copied, ignore=shutil.ignore_patterns("__pycache__"))
+        return self._python(
+            *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"),
+            *("--doctest-modules", str(copied)),
+            *("--pyargs", self.distribution.replace("-", "_")),
+        )
+
+    def _python(self, *arguments: str) -> str:
+        return _run([str(self.python), *arguments], cwd=self.folder)
+
+
+def fresh_venv(folder: Path, distribution: str) -> WheelVenv:
+    """Make a venv in this folder, with a member's wheel and its hard dependencies alone."""
+    venv = WheelVenv(folder, distribution)
+    _run([sys.executable, "-m", "venv", str(folder / "venv")], cwd=folder)
+    venv.install()
+    return venv
+
+
+def _clean_environment() -> dict[str, str]:
+    # hatch's own variables would make it work on the caller's environment.
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "HATCH_ENV_ACTIVE")
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | {"HF_HUB_OFFLINE": "1"}
+
+
+def _run(command: list[str], *, cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=_clean_environment() if env is None else env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1500,
+    )
+    if done.returncode != 0:
+        output = f"{done.stdout}\n{done.stderr}"
+        raise AssertionError(f"{' '.join(command[:6])} ... failed:\n{output[-6000:]}")
+    return done.stdout
