@@ -135,6 +135,7 @@ def run_rank(folder: str) -> None:
         name: p.grad for name, p in model.named_parameters() if not name.startswith("spare")
     }
     torch.save(gradients, f"{folder}/{rank}.pt")
+    del ddp  # its reducer must not outlive the process group: the two can deadlock at exit
     dist.destroy_process_group()
 
 
