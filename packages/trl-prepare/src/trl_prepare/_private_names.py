@@ -1,0 +1,20 @@
+"""Names that other libraries keep private, each tested to be there still."""
+
+# torch 2.6 to 2.13: what a module runs around its own forward and backward. State-dict hooks are
+# no part of it.
+CALL_HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+# transformers 5: says that the hooks behind `output_hidden_states` and `output_attentions` are
+# there; without it they are installed at the next forward that needs them.
+OUTPUT_CAPTURING_FLAG = "_output_capturing_hooks_installed"
+
+# DeepSpeed 0.16 to 0.19: set on each parameter that ZeRO-3 shards.
+ZERO3_PARAMETER_MARK = "ds_id"

@@ -1,0 +1,28 @@
+"""Freeze a model for the time of its preparation, and for good if that succeeds."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import nn
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module) -> Generator[None]:
+    """Freeze the parameters and set eval mode; an exception in the body takes both back."""
+    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = [module for module in model.modules() if module.training]
+    model.requires_grad_(False)
+    model.eval()
+    try:
+        yield
+    except BaseException:
+        for parameter in required:
+            parameter.requires_grad_(True)
+        for module in training:
+            module.training = True
+        raise
