@@ -21,7 +21,8 @@ def check_model(model: Any) -> None:
 
     Raises:
         TypeError: It isn't a transformers model.
-        ValueError: It is wrapped by PEFT, or its embeddings are sharded, quantized or not loaded.
+        ValueError: It is wrapped by PEFT; its embeddings are sharded, quantized or not loaded; or
+            its encoder and decoder have embeddings of their own.
     """
     if getattr(model, "peft_config", None):
         raise ValueError(
@@ -36,6 +37,18 @@ def check_model(model: Any) -> None:
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is not None:
             _check_weight(module.weight)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        _check_one_embedding(model)
+
+
+def _check_one_embedding(model: Any) -> None:
+    shared = model.get_input_embeddings().weight
+    for part in (model.get_encoder(), model.get_decoder()):
+        if part.get_input_embeddings().weight is not shared:
+            raise ValueError(
+                "The model's encoder and decoder have embeddings of their own, which transformers "
+                "would make one when they grow: tie them first."
+            )
 
 
 def _check_weight(weight: Any) -> None:

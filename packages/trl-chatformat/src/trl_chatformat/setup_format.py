@@ -38,9 +38,9 @@ def setup_chat_format(
 
     Raises:
         ValueError: The tokenizer has a chat template already; there is no such format;
-            `resize_to_multiple_of` isn't a positive int; the model has PEFT adapters, or
-            embeddings that are sharded, quantized or not loaded; the tokenizer puts a token
-            before every text and has no switch for it.
+            `resize_to_multiple_of` isn't a positive int; the model has PEFT adapters, embeddings
+            that are sharded, quantized or not loaded, or separate ones for encoder and decoder;
+            the tokenizer puts a token before every text and has no switch for it.
         TypeError: The tokenizer or the model is of an unknown kind.
 
     Example:
