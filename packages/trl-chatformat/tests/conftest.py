@@ -9,6 +9,8 @@ from transformers import (
     ByT5Tokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
     PreTrainedTokenizerFast,
 )
 
@@ -155,11 +157,17 @@ def make_llama():
     return make
 
 
-@pytest.fixture
-def bart():
+@pytest.fixture(
+    params=[
+        (BartConfig, BartForConditionalGeneration),
+        (PegasusConfig, PegasusForConditionalGeneration),
+    ]
+)
+def encoder_decoder(request):
     """A tiny encoder-decoder model with tied embeddings and a bias on its logits."""
     torch.manual_seed(0)
-    config = BartConfig(
+    make_config, make_model = request.param
+    config = make_config(
         vocab_size=325,
         d_model=32,
         encoder_layers=1,
@@ -169,4 +177,4 @@ def bart():
         encoder_ffn_dim=32,
         decoder_ffn_dim=32,
     )
-    return BartForConditionalGeneration(config)
+    return make_model(config)

@@ -134,18 +134,18 @@ def test_an_output_bias_gets_the_mean_for_new_tokens(fast, make_llama):
     assert torch.allclose(model.lm_head.bias[OLD_IDS:], bias[:OLD_IDS].mean())
 
 
-def test_an_encoder_decoder_model_grows_everywhere_and_stays_tied(fast, bart):
-    before = bart.get_input_embeddings().weight.detach().clone()
-    setup_chat_format(bart, fast)
-    shared = bart.get_input_embeddings().weight
+def test_an_encoder_decoder_model_grows_everywhere_and_stays_tied(fast, encoder_decoder):
+    before = encoder_decoder.get_input_embeddings().weight.detach().clone()
+    setup_chat_format(encoder_decoder, fast)
+    shared = encoder_decoder.get_input_embeddings().weight
     assert shared.shape == (327, 32)
     assert torch.equal(shared[:325], before)
-    assert bart.get_output_embeddings().weight is shared
-    assert bart.model.encoder.embed_tokens.weight is shared
-    assert bart.model.decoder.embed_tokens.weight is shared
-    assert bart.final_logits_bias.shape == (1, 327)
+    assert encoder_decoder.get_output_embeddings().weight is shared
+    assert encoder_decoder.model.encoder.embed_tokens.weight is shared
+    assert encoder_decoder.model.decoder.embed_tokens.weight is shared
+    assert encoder_decoder.final_logits_bias.shape == (1, 327)
     ids = torch.tensor([[fast.bos_token_id, 5, fast.eos_token_id]])
-    assert torch.isfinite(bart(ids, labels=ids).loss)
+    assert torch.isfinite(encoder_decoder(ids, labels=ids).loss)
 
 
 def test_ids_of_config_and_generation_config_are_set(tokenizer, make_llama):

@@ -43,8 +43,8 @@ def check_model(model: Any) -> None:
 
 def _check_one_embedding(model: Any) -> None:
     shared = model.get_input_embeddings().weight
-    for part in (model.get_encoder(), model.get_decoder()):
-        if part.get_input_embeddings().weight is not shared:
+    for name, module in model.named_modules():
+        if name.endswith(".embed_tokens") and module.weight is not shared:
             raise ValueError(
                 "The model's encoder and decoder have embeddings of their own, which transformers "
                 "would make one when they grow: tie them first."
