@@ -81,6 +81,17 @@ def test_rows_are_drawn_with_the_mean_and_covariance_of_the_trained():
     assert torch.allclose(drawn.T.cov(), trained.T.cov(), atol=0.3)
 
 
+def test_the_default_dtype_does_not_matter(fast, make_llama):
+    model = make_llama(325, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        setup_chat_format(model, fast)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    first, second = weights(model)[0][OLD_IDS:]
+    assert not torch.equal(first, second)
+
+
 def test_new_rows_repeat_with_the_seed(fast, make_llama, byte_level):
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_level.to_str()))
     first, second = make_llama(325), make_llama(325)

@@ -153,11 +153,11 @@ def sample_rows(trained: "torch.Tensor", count: int) -> "torch.Tensor":
     """
     import torch
 
-    size = trained.shape[0]
-    mixture = torch.randn(count, size, device=trained.device)
+    size, width = trained.shape
+    form = {"device": trained.device, "dtype": torch.float32}
+    mixture = torch.randn(count, size, **form)
     mixture -= mixture.mean(dim=1, keepdim=True)
-    total = torch.zeros(trained.shape[1], device=trained.device)
-    noise = torch.zeros(count, trained.shape[1], device=trained.device)
+    total, noise = torch.zeros(width, **form), torch.zeros(count, width, **form)
     for start in range(0, size, CHUNK):
         rows = trained[start : start + CHUNK].float()
         total += rows.sum(dim=0)
