@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ def backbones(model: PreTrainedModel) -> list[nn.Module]:
     As a rule the model's body, with its decoder inside. Some models run the body's decoder without
     the body (OPT in transformers 5), so both are here.
     """
-    body = model.base_model
+    body: Any = model.base_model
     # A model's body, or one that holds encoder and decoder side by side, as T5's.
     decoder = body.get_decoder() if hasattr(body, "get_decoder") else None
     if body is model and isinstance(decoder, PreTrainedModel) and decoder.can_generate():
@@ -32,12 +30,14 @@ def backbones(model: PreTrainedModel) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-@contextmanager
-def last_hidden_state(model: nn.Module) -> Generator[list[torch.Tensor]]:
-    """Keeps the last hidden state of the calls that this thread makes inside the body.
+def run_with_last_hidden_state(model: Any, **inputs: Any) -> tuple[Any, torch.Tensor]:
+    """`model(**inputs)`, and the last hidden state (batch, tokens, hidden) that it computed.
 
-    Of a body and the decoder in it, the body's comes last and stays. Nothing else of their output
-    is kept alive. The hooks are there for the body of the `with` alone.
+    Of a body and the decoder in it, the body's comes last and counts. Nothing else of their output
+    is kept alive, and the hooks are gone when this returns.
+
+    Raises:
+        RuntimeError: The model did not run its body.
     """
     kept: list[torch.Tensor] = []
     here = threading.local()
@@ -51,10 +51,17 @@ def last_hidden_state(model: nn.Module) -> Generator[list[torch.Tensor]]:
     try:
         for backbone in backbones(language_model(model)):
             handles.append(backbone.register_forward_hook(keep))
-        yield kept
+        output = model(**inputs)
     finally:
         for handle in handles:
             handle.remove()
+    if not kept:
+        raise RuntimeError(
+            f"{type(language_model(model)).__name__} ran without calling its base_model or its "
+            "decoder, so there is no last hidden state to read values from. Such a model can't "
+            "have a value head here."
+        )
+    return output, kept.pop()
 
 
 def lm_head_device(model: nn.Module) -> torch.device:

@@ -35,9 +35,14 @@ class Checkpoint:
         name: The folder's path or the repository's id.
         variant: The word between a weight file's name and its ending, as transformers has it.
         **hub_options: Where to look: subfolder, revision, token, cache_dir, local_files_only.
+
+    Raises:
+        FileNotFoundError: `name` is a path to a folder that isn't there.
     """
 
     def __init__(self, name: str, variant: str | None = None, **hub_options: Any) -> None:
+        if (os.path.isabs(name) or name.startswith(".")) and not os.path.isdir(name):
+            raise FileNotFoundError(f"There is no folder {name}; nor is that an id on the hub.")
         self.name = name
         self.variant = variant
         self.hub_options = hub_options
@@ -115,13 +120,11 @@ class Checkpoint:
         options = {k: v for k, v in options.items() if k not in (*_HUB_OPTIONS, "variant")}
         config = options.pop("config", None)
         if config is None:
-            config = AutoConfig.from_pretrained(
-                self.name,
-                trust_remote_code=options.get("trust_remote_code"),
-                **self.hub_options,
-            )
-        # transformers renames keys on its own only together with a prefix that it expects.
-        model = parent_class.from_pretrained(
+            config = AutoConfig.from_pretrained(self.name, **self.hub_options)
+        # A `key_mapping` would do in neither version: 4.51 guesses the model's own prefix from the
+        # names before it maps them, and 5 would map them back when the model is saved.
+        # The mapping is private (transformers 4.51 to 5.24), and auto classes load from names only.
+        model = parent_class._model_mapping[type(config)].from_pretrained(
             None, *model_args, config=config, state_dict=state, **options
         )
         if self.find("generation_config.json"):

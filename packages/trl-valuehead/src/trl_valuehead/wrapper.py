@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from trl_valuehead import adapters, checkpoints
-from trl_valuehead.backbone import language_model, last_hidden_state, lm_head_device
+from trl_valuehead.backbone import language_model, lm_head_device, run_with_last_hidden_state
 from trl_valuehead.head import ValueHead
 from trl_valuehead.sharding import has_shards, is_partitioned, writable
 
@@ -161,6 +161,7 @@ class PreTrainedModelWrapper(nn.Module):
                 would not be used.
             ValueError: `reward_adapter` or `peft_config` don't fit each other or the model.
             ImportError: PEFT is needed and missing.
+            FileNotFoundError: The folder isn't there.
 
         Example:
             >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -317,9 +318,8 @@ class PreTrainedModelWrapper(nn.Module):
             parameters = signature(language_model(self.pretrained_model).forward).parameters
             name = next((name for name in _CACHE_NAMES if name in parameters), "past_key_values")
             kwargs[name] = past_key_values
-        with last_hidden_state(self.pretrained_model) as hidden_states:
-            output = self.pretrained_model(**kwargs)
-        value = self.v_head(hidden_states.pop()).squeeze(-1).to(output.logits.device)
+        output, hidden_states = run_with_last_hidden_state(self.pretrained_model, **kwargs)
+        value = self.v_head(hidden_states).squeeze(-1).to(output.logits.device)
         logits = output.logits.float() if upcast_logits else output.logits
         result = (logits, output.get("loss"), value)
         if return_past_key_values:
@@ -357,13 +357,12 @@ class PreTrainedModelWrapper(nn.Module):
         kwargs.pop("output_hidden_states", None)
         if attention_mask is not None:
             kwargs["attention_mask"] = attention_mask
-        with (
-            adapters.active_adapter(self.pretrained_model, self.rm_adapter_name),
-            last_hidden_state(self.pretrained_model) as hidden_states,
-        ):
-            self.pretrained_model(input_ids=input_ids, **kwargs)
+        with adapters.active_adapter(self.pretrained_model, self.rm_adapter_name):
+            _, hidden_states = run_with_last_hidden_state(
+                self.pretrained_model, input_ids=input_ids, **kwargs
+            )
             weight = self.score.weight
-            return self.score(hidden_states.pop().to(weight.device, weight.dtype))
+            return self.score(hidden_states.to(weight.device, weight.dtype))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The language model's weights under its own names, and the head's under `v_head.`.
