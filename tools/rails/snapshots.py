@@ -132,10 +132,10 @@ def _fsdp_facts(name: str, module: Any) -> dict[str, Any]:
         facts[f"{name}: fsdp1"] = (
             str(module.training_state),
             str(handle._training_state),
-            flat.data_ptr() == flat._local_shard.data_ptr(),
+            flat.data_ptr() == getattr(flat, "_local_shard", flat).data_ptr(),
             bool(handle._needs_pre_forward_unshard),
             bool(handle._prefetched),
-            handle.needs_unshard(),
+            handle.needs_unshard() if hasattr(flat, "_local_shard") else None,
             handle._pre_forward_order_index,
             handle._post_forward_index,
             len(module._exec_order_data.handles_pre_forward_order),

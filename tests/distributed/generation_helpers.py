@@ -1,0 +1,99 @@
+"""Tiny models on real engines, and what to observe while they generate."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TOKENS = 6
+
+
+class Collectives(TorchDispatchMode):
+    """Counts every collective of every process group, by the name of the operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def tiny_model(**config):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    settings = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+        "tie_word_embeddings": False,
+    }
+    return AutoModelForCausalLM.from_config(LlamaConfig(**settings | config))
+
+
+def prepared(accelerator, model, *, zero=None, lr=0.1):
+    """Shard a model; under ZeRO-3 all but the norms, small as it is."""
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        settings = {"stage3_param_persistence_threshold": 40} | (zero or {})
+        plugin.deepspeed_config["zero_optimization"].update(settings)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=lr)
+    return accelerator.prepare(model, optimizer)
+
+
+def train_step(accelerator, model, optimizer, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 99, (2, 12), generator=generator).to(accelerator.device)
+    loss = model(input_ids=ids, labels=ids).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def prompt():
+    return torch.arange(3, 9).reshape(2, 3)
+
+
+def greedy(model, tokens=TOKENS, **kwargs):
+    if tokens is not None:
+        kwargs |= {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    ids = prompt().to(next(model.parameters()).device)
+    output = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        pad_token_id=0,
+        **kwargs,
+    )
+    return output.tolist()
+
+
+def full_weights(model):
+    """Copy all weights of a sharded model, each with its engine's own means."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    inner = model.module if hasattr(model, "module") else model
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return {k: v.detach().clone() for k, v in inner.state_dict().items()}
+    weights = {}
+    for name, parameter in inner.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                weights[name] = parameter.detach().clone()
+        elif hasattr(parameter, "full_tensor"):
+            weights[name] = parameter.full_tensor().detach().clone()
+        else:
+            weights[name] = parameter.detach().clone()
+    return weights
