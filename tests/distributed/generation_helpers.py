@@ -8,6 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TOKENS = 6
+ZERO = {
+    "stage3_param_persistence_threshold": 40,
+    "stage3_prefetch_bucket_size": 3000,
+    "stage3_max_live_parameters": 6000,
+    "stage3_max_reuse_distance": 0,
+}
 
 
 class Collectives(TorchDispatchMode):
@@ -39,11 +45,10 @@ def tiny_model(**config):
 
 
 def prepared(accelerator, model, *, zero=None, lr=0.1):
-    """Shard a model; under ZeRO-3 all but the norms, small as it is."""
+    """Shard a model; under ZeRO-3 all but the norms, prefetched in many small buckets."""
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None:
-        settings = {"stage3_param_persistence_threshold": 40} | (zero or {})
-        plugin.deepspeed_config["zero_optimization"].update(settings)
+        plugin.deepspeed_config["zero_optimization"].update(ZERO | (zero or {}))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=lr)
     return accelerator.prepare(model, optimizer)

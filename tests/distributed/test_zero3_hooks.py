@@ -175,7 +175,7 @@ def missing_private_names(accelerator):
 
     wanted = [
         (offload, "forward_hooks backward_hooks module param_coordinator get_param_coordinator"),
-        (coordinator, "_clean_inflight_param_registry _invalidate_trace"),
+        (coordinator, "_clean_inflight_param_registry _clear_trace_structures _invalidate_trace"),
         (coordinator, f"is_invalid_trace is_record_trace {prefix}n_available_params"),
         (parameter, "ds_id ds_status ds_numel ds_active_sub_modules is_external_param ds_tensor"),
         (parameter, "all_gather_coalesced partition ds_zero_param_process_group nvme_swapper"),

@@ -85,7 +85,9 @@ def own_trace(offload: Any) -> Generator[None]:
     generation = vars(offload).get(_GENERATION_COORDINATOR)
     if generation is None:
         generation = copy(training)
-        if not generation.is_invalid_trace():
+        if generation.is_invalid_trace():
+            generation._clear_trace_structures()  # else both would record into one list
+        else:
             generation._invalidate_trace()
         setattr(offload, _GENERATION_COORDINATOR, generation)
     setattr(generation, AVAILABLE_COUNT, 0)
