@@ -186,6 +186,8 @@ def leave_in_every_way(accelerator):
     optimizer.step()
     optimizer.zero_grad()
     loss = loss_of(4)
+    with unwrap_model_for_generation(model, accelerator):
+        pass  # what was prefetched for the backward arrives, and is released
     check("between forward and backward")
     accelerator.backward(loss)
     optimizer.step()
@@ -243,7 +245,7 @@ def generate_with_checkpointing(accelerator):
 
     def flags():
         return {
-            name: (module.gradient_checkpointing, module._gradient_checkpointing_func)
+            name: (module.gradient_checkpointing, vars(module).get("_gradient_checkpointing_func"))
             for name, module in unwrapped.named_modules()
             if "gradient_checkpointing" in vars(module)
         }

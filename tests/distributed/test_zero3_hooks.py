@@ -181,6 +181,7 @@ def missing_private_names(accelerator):
         (parameter, "all_gather_coalesced partition ds_zero_param_process_group nvme_swapper"),
         (parameter_offload, "FWD_MODULE_STACK"),
         (model.module, "ds_id applied_pre_backward_ref_cnt ds_grads_remaining"),
+        (model.module, "pre_bwd_fn post_bwd_fn"),
         (model.module._parameters, "_in_forward"),
     ]
     if Version(deepspeed.__version__) >= Version("0.19.8"):

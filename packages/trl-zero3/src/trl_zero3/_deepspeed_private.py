@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 # Class-private names of PartitionedParameterCoordinator.
 AVAILABLE_COUNT = "_PartitionedParameterCoordinator__n_available_params"
-# Module attributes that the hooks count in, whether or not a gradient is wanted.
-MODULE_COUNTERS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+# What the hooks keep on each module, whether or not a gradient is wanted: two counts, and two
+# functions, which 0.16.4 makes in the first forward.
+MODULE_STATE = ("applied_pre_backward_ref_cnt", "ds_grads_remaining", "pre_bwd_fn", "post_bwd_fn")
 _GENERATION_COORDINATOR = "_trl_zero3_generation_coordinator"
 
 
@@ -108,7 +109,7 @@ def own_trace(offload: Any) -> Generator[None]:
 
 @contextmanager
 def forward_state(model: nn.Module) -> Generator[None]:
-    """Put back what a forward that raises half-way would leave: stack, flags and counters."""
+    """Put back what forwards leave behind, also one that raises: stack, flags and counts."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack = list(parameter_offload.FWD_MODULE_STACK)
@@ -117,7 +118,7 @@ def forward_state(model: nn.Module) -> Generator[None]:
         module._parameters for module in modules
     ]  # ZeRO's own dictionary class
     flags = [getattr(own, "_in_forward", None) for own in parameters]
-    counters = [{key: vars(module).get(key) for key in MODULE_COUNTERS} for module in modules]
+    states = [{key: vars(module).get(key) for key in MODULE_STATE} for module in modules]
     try:
         yield
     finally:
@@ -125,8 +126,8 @@ def forward_state(model: nn.Module) -> Generator[None]:
         for own, flag in zip(parameters, flags, strict=True):
             if flag is not None:
                 own._in_forward = flag
-        for module, counted in zip(modules, counters, strict=True):
-            for key, value in counted.items():
+        for module, state in zip(modules, states, strict=True):
+            for key, value in state.items():
                 if value is not None:
                     vars(module)[key] = value
                 else:
