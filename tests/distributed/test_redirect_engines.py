@@ -14,6 +14,7 @@ def train(accelerator, redirected):
 
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    inner._no_split_modules = []  # accelerate 1.6 reads it of any model on FSDP2
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.5)
     wrapper, optimizer = accelerator.prepare(inner, optimizer)
     inner = accelerator.unwrap_model(wrapper)
