@@ -6,12 +6,14 @@ that, so that an example can be tried on a laptop exactly as it will run on a cl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import io
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,10 +113,15 @@ def make_accelerator(
                 "gradient_clipping": max_grad_norm,
                 "zero_force_ds_cpu_optimizer": False,
                 "zero_allow_untested_optimizer": True,
-                "zero_optimization": {"stage": int(engine[-1])},
+                "zero_optimization": {
+                    "stage": int(engine[-1]),
+                    "stage3_gather_16bit_weights_on_model_save": True,
+                },
             }
         )
-        accelerator = Accelerator(mixed_precision=mixed_precision, deepspeed_plugin=plugin)
+        # DeepSpeed prints, on every rank, that it could load its communication op.
+        with contextlib.redirect_stdout(io.StringIO()):
+            accelerator = Accelerator(mixed_precision=mixed_precision, deepspeed_plugin=plugin)
         # Otherwise transformers shards models while it loads them, and a reference could no
         # longer be copied from the policy.
         unset_hf_deepspeed_config()
@@ -135,6 +142,21 @@ def make_accelerator(
         )
         return Accelerator(cpu=on_cpu, mixed_precision=mixed_precision, fsdp_plugin=plugin)
     return Accelerator(cpu=on_cpu, mixed_precision=mixed_precision)
+
+
+def whole_state_dict(accelerator: Accelerator, model: Any) -> dict[str, Any]:
+    """Return the whole model's weights, on rank 0 at least; every rank must call this.
+
+    It is `accelerator.get_state_dict`, but for FSDP1 on the CPU: there accelerate asks torch to
+    offload the weights to where they are already, and torch frees them under its own hands.
+    """
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+    if not isinstance(model, FullyShardedDataParallel) or accelerator.device.type != "cpu":
+        return accelerator.get_state_dict(model)
+    config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+        return model.state_dict()
 
 
 def _let_deepspeed_ranks_meet_on_cpu() -> None:
