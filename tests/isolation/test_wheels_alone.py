@@ -16,12 +16,19 @@ PACKAGES = [
 HEAVY = ["torch", "transformers", "accelerate", "deepspeed", "peft"]
 
 WHERE = """
-import importlib, importlib.util, sys
+import importlib, importlib.util
 answer = {{
     "file": importlib.import_module({module!r}).__file__,
-    "loaded": [name for name in {names!r} if name in sys.modules],
     "there": [name for name in {names!r} if importlib.util.find_spec(name)],
 }}
+"""
+
+REFUSED = """
+import {module}
+try:
+    {call}
+except ImportError as error:
+    answer = str(error)
 """
 
 # What each package says or does, installed without extras.
@@ -42,6 +49,23 @@ except TypeError as error:
             1,
         ],
     ),
+    "trl-models": (
+        REFUSED.format(call="trl_models.prepare_deepspeed(None, None)", module="trl_models")
+        + "answer = [answer, trl_models.ChatMlSpecialTokens().user]",
+        [
+            "prepare_deepspeed needs DeepSpeed: pip install 'trl-prepare[deepspeed]'.",
+            "<|im_start|>user",
+        ],
+    ),
+    "trl-prepare": (
+        REFUSED.format(call="trl_prepare.prepare_deepspeed(None, None)", module="trl_prepare")
+        + """
+from torch import nn
+reference = trl_prepare.create_reference_model(nn.Linear(2, 2))
+answer = [answer, reference.weight.requires_grad]
+""",
+        ["prepare_deepspeed needs DeepSpeed: pip install 'trl-prepare[deepspeed]'.", False],
+    ),
     "trl-redirect": (
         """
 import torch
@@ -53,6 +77,26 @@ def total(x):
 answer = ForwardRedirection()(outer, inner, total, torch.ones(3)).item()
 """,
         3.0,
+    ),
+    "trl-valuehead": (
+        REFUSED.format(
+            call="trl_valuehead.AutoModelForCausalLMWithValueHead.from_pretrained("
+            "'nowhere', peft_config=object())",
+            module="trl_valuehead",
+        ),
+        "peft_config needs PEFT: pip install 'trl-valuehead[peft]'.",
+    ),
+    "trl-zero3": (
+        """
+import torch
+from trl_zero3 import add_hooks, remove_hooks, unwrap_model_for_generation
+layer = torch.nn.Linear(2, 2)
+remove_hooks(layer)
+add_hooks(layer)
+with unwrap_model_for_generation(torch.compile(layer), None) as unwrapped:
+    answer = [unwrapped is layer, list(unwrapped(torch.ones(3, 2)).shape)]
+""",
+        [True, [3, 2]],
     ),
 }
 
@@ -75,7 +119,7 @@ def test_a_wheel_alone_works_without_extras_and_passes_its_own_tests_with_them(v
     assert {name for name in found["there"] if name in siblings} == {
         name.replace("-", "_") for name in declared
     }
-    assert not {"deepspeed", "peft"} & set(found["there"] + found["loaded"])
+    assert not {"deepspeed", "peft"} & set(found["there"])
     code, expected = WITHOUT_EXTRAS[distribution]
     assert venv.run(code) == expected
 

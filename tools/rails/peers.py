@@ -34,21 +34,33 @@ TRL = ("trl.models.utils", "trl.models.modeling_value_head", "trl.models.modelin
 
 
 def run_both(
-    function: Callable[..., Any], *, environment: str = "peer-old", **arguments: Any
+    function: Callable[..., Any],
+    *,
+    engine: str | None = None,
+    environment: str = "peer-old",
+    **arguments: Any,
 ) -> tuple[Any, Any]:
     """Call a function with `library="ours"`, then `library="trl"`, in the same processes.
 
     Args:
         function: As `run_on_ranks` takes it; it finds what it tests with `find(library, name)`.
+        engine: As `run_on_ranks` takes it.
         environment: "peer-old" has TRL 0.18.2, "peer-new" has TRL 1.16.0.
-        arguments: Those of `run_on_ranks` and of the function; `engine` is None unless given.
+        arguments: The function's other keyword arguments.
 
     Returns:
         What rank 0 returned for ours, and for TRL's.
     """
-    arguments = {"engine": None, "sources": [name.replace("_", "-") for name in OURS]} | arguments
+    sources = [name.replace("_", "-") for name in OURS]
     ours, theirs = (
-        run_on_ranks(function, environment=environment, library=library, **arguments)[0]
+        run_on_ranks(
+            function,
+            engine=engine,
+            environment=environment,
+            sources=sources,
+            library=library,
+            **arguments,
+        )[0]
         for library in ("ours", "trl")
     )
     return ours, theirs

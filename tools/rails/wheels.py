@@ -20,7 +20,7 @@ from tools.rails.environments import ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+CONSTRAINTS = ROOT / "tools" / "constraints-default.txt"
 
 
 def members() -> list[str]:
@@ -67,9 +67,9 @@ class WheelVenv:
         names = ",".join(extras)
         requirement = f"{self.distribution}[{names}] @ {wheel.as_uri()}"
         # Most files of torch are never imported here, so none is compiled ahead.
-        pip = [str(self.python), "-m", "pip", "install", "-q", "--no-compile", "--find-links"]
+        pip = [str(self.python), "-m", "pip", "install", "-q", "--no-compile"]
         _run(
-            [*pip, str(wheel.parent), requirement, *others],
+            [*pip, "--find-links", str(wheel.parent), requirement, *others],
             cwd=self.folder,
             env=_clean_environment() | {"PIP_CONSTRAINT": CONSTRAINTS.as_uri()},
         )
