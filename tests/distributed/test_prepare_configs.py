@@ -118,35 +118,42 @@ def test_every_other_auto_is_resolved():
     }
     derived, total, clipped, gathered = outcomes_of(
         (train_config(**batch), "llama"),
-        (
-            train_config(gradient_accumulation_steps="auto", **batch | {"train_batch_size": 6}),
-            "llama",
-        ),
-        (train_config(gradient_clipping="auto", fp16={"enabled": "auto"}), "llama"),
+        (train_config(**batch | {"train_batch_size": 6}), "llama"),
+        (train_config(gradient_clipping="auto"), "llama"),
         (zero3(stage3_gather_16bit_weights_on_model_save="auto"), "llama"),
     )
     assert derived["batch"] == (2, 1)
     assert total["batch"] == (6, 3)
     assert clipped["dtype"] == gathered["dtype"] == "torch.float32"
-    (mixed,) = outcomes_of(
-        (train_config(bf16={"enabled": "auto"}), "llama"), mixed_precision="bf16"
-    )
-    assert mixed["bf16"]
-    assert mixed["dtype"] == "torch.bfloat16"
+
+
+def precision_that_accelerate_resolved(accelerator):
+    from trl_prepare import prepare_deepspeed
+
+    plugin = accelerator.state.deepspeed_plugin
+    plugin.deepspeed_config |= {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+    plugin.set_mixed_precision("bf16")  # as `Accelerator(mixed_precision="bf16")` does
+    engine = prepare_deepspeed(make_model(), accelerator)
+    return engine.bfloat16_enabled(), str(next(engine.module.parameters()).dtype)
+
+
+def test_a_reference_has_the_policys_precision():
+    ranks = run_on_ranks(precision_that_accelerate_resolved, engine="zero3")
+    assert ranks == [(True, "torch.bfloat16")] * 2
 
 
 def test_an_auto_that_nothing_resolves_is_refused_by_its_name():
-    size, device, stage = outcomes_of(
+    size, device, stage, precision = outcomes_of(
         (zero3(reduce_bucket_size="auto"), "plain"),
         (zero3(offload_param={"device": "auto"}), "llama"),
         (train_config(stage="auto"), "llama"),
+        (train_config(fp16={"enabled": "auto"}, bf16={"enabled": "auto"}), "llama"),
     )
     assert "'auto' for zero_optimization.reduce_bucket_size," in size["error"]
     assert "'auto' for zero_optimization.offload_param.device," in device["error"]
     assert "'auto' for zero_optimization.stage," in stage["error"]
-    assert size["untouched"]
-    assert device["untouched"]
-    assert stage["untouched"]
+    assert "'auto' for fp16.enabled, bf16.enabled," in precision["error"]
+    assert all(outcome["untouched"] for outcome in (size, device, stage, precision))
 
 
 def test_what_only_an_optimizer_needs_is_left_out():
@@ -178,9 +185,10 @@ def test_stages_below_three_and_configs_without_a_stage_keep_the_model_whole():
         assert not outcome["partitioned"]
 
 
-def quantized_models(accelerator):
+def quantized_models(accelerator, folder):
     import torch
     from torch import nn
+    from transformers import AutoModelForCausalLM
 
     from trl_prepare import prepare_deepspeed
 

@@ -203,6 +203,27 @@ def shared_with_a_policy_prepared_later(accelerator):
     return first is reference.model.layers[0].mlp.up_proj.weight, losses
 
 
+def value_head_reference(accelerator):
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    from trl_prepare import create_reference_model
+    from trl_valuehead import AutoModelForCausalLMWithValueHead
+
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(make_policy()).train()
+    reference = create_reference_model(policy)
+    same_class = type(reference) is type(policy)
+    ids = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        logits, _, values = reference(input_ids=ids)
+        reference = prepare(reference, accelerator)
+        prepared_logits, _, prepared_values = reference(input_ids=ids)
+    torch.testing.assert_close(prepared_logits, logits)
+    torch.testing.assert_close(prepared_values, values)
+    units = [name for name, m in reference.named_modules() if isinstance(m, FSDPModule)]
+    return same_class, policy.training, units
+
+
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_reference_gives_the_plain_models_losses_and_stays_while_the_policy_trains(engine, kind):
@@ -283,3 +304,13 @@ def test_layers_stay_shared_with_a_policy_that_is_prepared_afterwards(engine):
         policy, first, later_policy, later = losses
         assert first == later == pytest.approx(policy, rel=1e-5)
         assert later_policy < policy
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_reference_with_a_value_head_gives_the_plain_models_logits_and_values(engine):
+    for same_class, training, units in run_on_ranks(value_head_reference, engine=engine):
+        assert same_class
+        assert training
+        if engine == "fsdp2":
+            layers = {f"pretrained_model.model.layers.{number}" for number in (0, 1)}
+            assert layers <= set(units)

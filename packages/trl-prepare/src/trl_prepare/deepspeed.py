@@ -69,7 +69,7 @@ NO: pass a DeepSpeedPlugin to Accelerator.
             "prepare_deepspeed needs an accelerator that runs DeepSpeed, but this one runs "
             f"{accelerator.distributed_type.value}: pass a DeepSpeedPlugin to Accelerator."
         )
-    config = _inference_config(plugin.deepspeed_config, model, accelerator.mixed_precision)
+    config = _inference_config(plugin.deepspeed_config, model)
     if config["zero_optimization"]["stage"] == 3 and _is_quantized(model):
         raise ValueError(
             "ZeRO-3 can't shard a quantized model: load it without a quantization config, or use "
@@ -82,9 +82,7 @@ NO: pass a DeepSpeedPlugin to Accelerator.
     return engine
 
 
-def _inference_config(
-    training: Mapping[str, Any], model: nn.Module, precision: str
-) -> dict[str, Any]:
+def _inference_config(training: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     config = copy.deepcopy(dict(training))
     for block in ("optimizer", "scheduler"):
         config.pop(block, None)
@@ -93,9 +91,6 @@ def _inference_config(
             del config[key]
     if "train_batch_size" not in config:
         config.setdefault("train_micro_batch_size_per_gpu", 1)
-    for key, names in (("fp16", ("fp16",)), ("bf16", ("bf16", "fp8"))):
-        if config.get(key, {}).get("enabled") == "auto":
-            config[key]["enabled"] = precision in names
 
     zero = config.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
@@ -115,7 +110,7 @@ def _inference_config(
     if unresolved:
         raise ValueError(
             f"The DeepSpeed config says 'auto' for {', '.join(unresolved)}, which can't be derived "
-            "from this model and accelerator: set the value in the config."
+            "from this model: set the value in the config."
         )
     return config
 
