@@ -125,13 +125,22 @@ def test_heavy_libraries_are_imported_inside_functions(distribution):
             assert top not in NEVER_ON_TOP[distribution], f"{file} imports {name} on top"
 
 
+@cache
+def loaded_by(module):
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
 @each_member
 def test_importing_a_member_loads_no_heavy_library(distribution):
-    code = f"import sys, {module_of(distribution)}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    loaded = loaded_by(module_of(distribution))
     assert module_of(distribution) in loaded
-    assert not loaded & NEVER_ON_TOP[distribution]
+    heavy = loaded & NEVER_ON_TOP[distribution]
+    # Models of transformers 4 load DeepSpeed by themselves where it is installed.
+    if heavy and "transformers.modeling_utils" in loaded:
+        heavy -= loaded_by("transformers.modeling_utils")
+    assert not heavy
 
 
 def test_arrows_point_down_only():
