@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     add = parser.add_argument
     add("--engine", default="single", metavar="|".join(ENGINES), help="default: single")
     add("--processes", type=int, metavar="N", help="ranks; default: 1 for single, else 2")
-    add("--steps", type=int, default=8, metavar="N", help="default: %(default)s")
+    add("--steps", type=int, default=6, metavar="N", help="default: %(default)s")
     add("--model", metavar="PATH_OR_ID", help="default: SmolLM2-135M-Instruct")
     add("--output", type=Path, default=Path("runs/ppo"), metavar="DIR", help="default: %(default)s")
     add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")

@@ -11,8 +11,10 @@ conversion leaves nothing behind that would be taken for a whole one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -131,9 +133,10 @@ def _convert_smollm2(folder: Path) -> None:
     # Up to 4.x transformers knows no GgufConfig and always dequantizes.
     gguf_config = getattr(transformers, "GgufConfig", None)
     how = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, torch_dtype=torch.bfloat16, **how
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that has no switch
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, torch_dtype=torch.bfloat16, **how
+        )
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
         source.parent, gguf_file=source.name
     )
