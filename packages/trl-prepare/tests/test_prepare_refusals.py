@@ -76,6 +76,15 @@ def test_transformers_still_marks_installed_capturing_hooks():
     assert marked == (Version(__version__) >= Version("5"))
 
 
+def test_deepspeed_still_knows_sharded_parameters_by_their_mark():
+    from deepspeed.runtime.zero.utils import is_zero_param
+
+    parameter = nn.Parameter(torch.ones(1))
+    assert not is_zero_param(parameter)
+    setattr(parameter, _private_names.ZERO3_PARAMETER_MARK, 0)
+    assert is_zero_param(parameter)
+
+
 def test_accelerate_still_has_the_functions_that_sharding_uses():
     assert callable(ensure_weights_retied)
     assert callable(fsdp2_prepare_model)
