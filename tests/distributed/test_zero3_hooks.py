@@ -70,7 +70,7 @@ def test_the_very_same_hooks_come_back_in_their_places_around_the_users():
 def remove_and_add(accelerator):
     from tests.distributed.generation_helpers import Collectives, train_step
     from tools.rails.snapshots import differences, engine_snapshot
-    from trl_zero3 import add_hooks, remove_hooks
+    from trl_zero3 import add_hooks, remove_hooks, unwrap_model_for_generation
 
     model, optimizer = engine_with_hooks(accelerator, steps=3)
     with Collectives() as usual:
@@ -82,6 +82,11 @@ def remove_and_add(accelerator):
         remove_hooks(model)
         remove_hooks(model)
         assert all_hooks(model.module) == {}
+        with (
+            pytest.raises(RuntimeError, match="hooks are off"),
+            unwrap_model_for_generation(model, accelerator, gather_deepspeed3_params=False),
+        ):
+            pass
         add_hooks(model)
         add_hooks(model)
         assert differences(before, engine_snapshot(model)) == []

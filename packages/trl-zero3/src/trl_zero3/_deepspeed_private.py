@@ -114,9 +114,8 @@ def forward_state(model: nn.Module) -> Generator[None]:
 
     stack = list(parameter_offload.FWD_MODULE_STACK)
     modules = list(model.modules())
-    parameters: list[Any] = [
-        module._parameters for module in modules
-    ]  # ZeRO's own dictionary class
+    # ZeRO-3's own kind of dictionary, which has the flag
+    parameters: list[Any] = [module._parameters for module in modules]
     flags = [getattr(own, "_in_forward", None) for own in parameters]
     states = [{key: vars(module).get(key) for key in MODULE_STATE} for module in modules]
     try:

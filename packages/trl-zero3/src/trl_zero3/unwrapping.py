@@ -77,6 +77,7 @@ def unwrap_model_for_generation(
         ValueError: `generation_kwargs` can't apply, the model is the inside of a DeepSpeed engine,
             or its parameters are partitioned in a way that is not supported. Inside, `generate`
             raises it for an explicit `synced_gpus=False` where that would hang.
+        RuntimeError: Gathering was not wanted, but the engine's own hooks are off.
 
     Example:
         >>> from torch import nn
@@ -117,8 +118,13 @@ def _deepspeed(engine: nn.Module, gather: bool) -> Generator[bool]:
     elif gather:
         with gathered(engine), suspended_hooks(engine):
             yield False
-    elif not _deepspeed_private.has_its_hooks(offload):  # inside a context that gathered
-        yield False
+    elif not _deepspeed_private.has_its_hooks(offload):
+        if any(map(_deepspeed_private.is_missing, offload.module.parameters())):
+            raise RuntimeError(
+                "This engine's ZeRO-3 hooks are off, so nothing would gather its parameters: put "
+                "them back with add_hooks, or leave gather_deepspeed3_params on."
+            )
+        yield False  # inside a context that gathered
     else:
         with streaming(engine):
             yield True
