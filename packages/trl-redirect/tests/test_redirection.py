@@ -267,6 +267,60 @@ def test_threads_that_share_a_module_each_get_their_own_result(model):
     assert "forward" not in model.__dict__
 
 
+class Engine(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        Engine,
+        lambda model: Engine(Engine(model)),
+        lambda model: torch.compile(Engine(model), backend="eager"),
+        lambda model: Engine(torch.compile(model, backend="eager")),
+    ],
+    ids=["itself", "engine", "two", "compiled engine", "engine of compiled"],
+)
+def test_redirect_finds_the_model_inside(model, x, wrap):
+    torch.compiler.reset()
+    result = trl_redirect.redirect(wrap(model), lambda x, power: model(x) ** power, x, power=3)
+    assert torch.equal(result, (2 * x) ** 3)
+    assert "forward" not in model.__dict__
+    torch.compiler.reset()
+
+
+def test_redirect_enters_its_context_and_hands_other_keywords_on(model, x):
+    events = []
+
+    @contextmanager
+    def context():
+        events.append("enter")
+        yield
+        events.append("exit")
+
+    def shifted(x, context):
+        events.append(context)
+        return x
+
+    wrapper = Engine(model)
+    trl_redirect.redirect(wrapper, shifted, x, context="own", redirect_context=context)
+    assert events == ["enter", "own", "exit"]
+
+
+def test_redirect_refuses_what_forward_redirection_refuses(model, x):
+    with pytest.raises(ValueError, match="activation-checkpoint wrapper"):
+        trl_redirect.redirect(Engine(checkpoint_wrapper(model)), square, x)
+    with pytest.raises(TypeError, match="wrapper_module"):
+        trl_redirect.redirect("no module", square, x)
+    assert "forward" not in model.__dict__
+
+
 def test_the_name_that_trl_uses_is_the_same_class():
     assert trl_redirect._ForwardRedirection is ForwardRedirection
 

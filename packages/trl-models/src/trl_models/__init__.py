@@ -21,6 +21,7 @@ __all__ = [
     "iter_params",
     "prepare_deepspeed",
     "prepare_fsdp",
+    "redirect",
     "remove_hooks",
     "setup_chat_format",
     "suspended_hooks",
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
         setup_chat_format,
     )
     from trl_prepare import create_reference_model, prepare_deepspeed, prepare_fsdp
-    from trl_redirect import ForwardRedirection, _ForwardRedirection
+    from trl_redirect import ForwardRedirection, _ForwardRedirection, redirect
     from trl_valuehead import (
         AutoModelForCausalLMWithValueHead,
         AutoModelForSeq2SeqLMWithValueHead,
@@ -79,6 +80,7 @@ else:
         "iter_params": "trl_zero3",
         "prepare_deepspeed": "trl_prepare",
         "prepare_fsdp": "trl_prepare",
+        "redirect": "trl_redirect",
         "remove_hooks": "trl_zero3",
         "setup_chat_format": "trl_chatformat",
         "suspended_hooks": "trl_zero3",

@@ -1,5 +1,5 @@
 """Run any function through a wrapped model's forward."""
 
-from trl_redirect.redirection import ForwardRedirection, _ForwardRedirection
+from trl_redirect.redirection import ForwardRedirection, _ForwardRedirection, redirect
 
-__all__ = ["ForwardRedirection", "_ForwardRedirection"]
+__all__ = ["ForwardRedirection", "_ForwardRedirection", "redirect"]

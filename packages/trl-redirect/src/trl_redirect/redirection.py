@@ -191,9 +191,66 @@ class ForwardRedirection:
 _ForwardRedirection = ForwardRedirection  # its name in TRL
 
 
+def redirect(
+    wrapper: nn.Module,
+    method: Callable[..., Any],
+    /,
+    *args: Any,
+    redirect_context: Callable[[], AbstractContextManager[Any]] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Call `wrapper`, and run `method` where it calls the model that it wraps.
+
+    The model is found by following what DistributedDataParallel, DeepSpeedEngine, FSDP and
+    torch.compile wrap; where there is no such wrapper, `wrapper` itself is the model. A model with
+    a submodule of its own named `module` must be given to `ForwardRedirection` by hand.
+
+    Args:
+        wrapper: The module to call.
+        method: Called with the arguments that `wrapper` hands on to the model.
+        *args: Given to `wrapper`.
+        redirect_context: The `context` of `ForwardRedirection`.
+        **kwargs: Given to `wrapper`.
+
+    Returns:
+        What `wrapper` returns: as a rule what `method` returned.
+
+    Raises:
+        TypeError: As `ForwardRedirection` does.
+        ValueError: As `ForwardRedirection` does.
+        RuntimeError: As `ForwardRedirection` does.
+
+    Example:
+        >>> import torch
+        >>> from collections import OrderedDict
+        >>> model = torch.nn.Linear(3, 1)
+        >>> # stands for DistributedDataParallel(model), which has it as `module`, too
+        >>> wrapper = torch.nn.Sequential(OrderedDict(module=model))
+        >>> x = torch.ones(2, 3)
+        >>> loss = redirect(wrapper, lambda x: model(x).pow(2).mean(), x)
+        >>> torch.equal(loss, model(x).pow(2).mean())
+        True
+    """
+    inner = wrapper
+    if isinstance(wrapper, nn.Module):
+        while (module := _wrapped(inner)) is not None:
+            inner = module
+    return ForwardRedirection(redirect_context)(wrapper, inner, method, *args, **kwargs)
+
+
 # Where wrappers keep what they wrap: DistributedDataParallel, DataParallel and DeepSpeedEngine;
-# torch.compile; FullyShardedDataParallel. The last is private (torch 2.6 to 2.13).
-_INNER_NAMES = ("module", "_orig_mod", "_fsdp_wrapped_module")
+# torch.compile; FullyShardedDataParallel; torch.distributed's activation checkpointing. The last
+# two are private (torch 2.6 to 2.13).
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+_INNER_NAMES = ("module", "_orig_mod", "_fsdp_wrapped_module", _CHECKPOINTED)
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    for name in _INNER_NAMES:
+        inner = module._modules.get(name)
+        if inner is not None:
+            return inner
+    return None
 
 
 def _check(wrapper: nn.Module, original: nn.Module, method: Callable[..., Any]) -> None:
@@ -208,9 +265,7 @@ def _check(wrapper: nn.Module, original: nn.Module, method: Callable[..., Any]) 
         reason = _refusal(module)
         if reason:
             raise ValueError(reason)
-        module = next(
-            (inner for name in _INNER_NAMES if (inner := module._modules.get(name))), None
-        )
+        module = _wrapped(module)
 
 
 def _refusal(module: nn.Module) -> str | None:
@@ -222,8 +277,7 @@ def _refusal(module: nn.Module) -> str | None:
             "arguments of its own, which the function never asked for. Pass the PeftModel as "
             "original_module."
         )
-    # Where torch.distributed's activation checkpointing keeps what it wraps (torch 2.6 to 2.13).
-    if "_checkpoint_wrapped_module" in module._modules:
+    if _CHECKPOINTED in module._modules:
         return (
             "An activation-checkpoint wrapper stands around original_module: it runs the forward "
             "again in the backward pass, when the redirection is over. Apply activation "
