@@ -29,6 +29,11 @@ def main(folder: Path, parent: int) -> None:
     (folder / f"rank{rank}.pid").write_text(str(os.getpid()))
     stacks = (folder / f"rank{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        from deepspeed.accelerator import get_accelerator
+
+        # The first time this compiles, for a minute: before any task's time limit runs.
+        get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     if "RANK" in os.environ:
         import torch.distributed
 

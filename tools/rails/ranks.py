@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = ROOT / "packages" / "trl-models" / "examples"
 WORKER = Path(__file__).with_name("rank_worker.py")
-START_LIMIT = 300  # seconds; the first ZeRO run of an environment compiles a communication op
+START_LIMIT = 540  # seconds; the first ZeRO run of an environment compiles a communication op
 GRACE = 5  # seconds for the other ranks to report, once one has failed
 GROUPS_KEPT = 2  # each rank holds most of a gigabyte
 
