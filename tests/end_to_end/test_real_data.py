@@ -50,6 +50,10 @@ def test_smollm2_answers_and_its_tokenizer_splits_digits():
     digits = [tokenizer.decode([i]) for i in ids if tokenizer.decode([i]).strip().isdigit()]
     assert digits == list("20241234567890")
     assert (tokenizer.eos_token, tokenizer.model_max_length) == ("<|im_end|>", 8192)
+    text = "<|im_start|>user\n  Zoë's  'quote' , 3 ?<|im_end|>\n"
+    ids = tokenizer(text)["input_ids"]
+    assert ids[:2] == [1, 4093]
+    assert tokenizer.decode(ids) == text
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.num_parameters() == 134515008

@@ -126,6 +126,7 @@ def _convert_smollm2(folder: Path) -> None:
         raise RuntimeError("Converting SmolLM2 needs gguf: pip install 'trl-models[demo]'.")
     import torch
     import transformers
+    from tokenizers import decoders
     from tokenizers.pre_tokenizers import ByteLevel, Digits
     from tokenizers.pre_tokenizers import Sequence as Steps
 
@@ -137,14 +138,28 @@ def _convert_smollm2(folder: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, torch_dtype=torch.bfloat16, **how
         )
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-        source.parent, gguf_file=source.name
-    )
-    # The model was trained on single digits; transformers' GGUF reader drops that split.
-    tokenizer.backend_tokenizer.pre_tokenizer = Steps(
+    read: Any = transformers.AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # transformers' GGUF reader knows vocabulary and merges, but not that digits stand alone; up to
+    # 4.x it also takes the tokenizer for Llama's, with its decoder, a token in front and other
+    # special tokens. The model's configuration has the right ones.
+    backend = read.backend_tokenizer
+    backend.normalizer = backend.post_processor = None
+    backend.pre_tokenizer = Steps(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
-    tokenizer.model_max_length = model.config.max_position_embeddings
+    backend.decoder = decoders.ByteLevel()
+    special = {
+        f"{name}_token": backend.id_to_token(getattr(model.config, f"{name}_token_id"))
+        for name in ("bos", "eos", "pad", "unk")
+    }
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=model.config.max_position_embeddings,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+    tokenizer.chat_template = read.chat_template
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -60,8 +60,7 @@ class Metrics:
         self.rows: list[dict[str, float]] = []
         self.console = console
         self.bar = Progress(
-            TextColumn("step"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=8),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
@@ -92,8 +91,8 @@ class Metrics:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
         text = (
-            f"reward {row['reward']:.3f}  kl {row['kl']:.4f}  "
-            f"loss {row['policy_loss']:+.4f} (policy) {row['value_loss']:.4f} (value)"
+            f"reward {row['reward']:.3f}  kl {row['kl']:.3f}  "
+            f"loss {row['policy_loss']:+.3f} policy {row['value_loss']:.3f} value"
         )
         self.bar.update(self.task, advance=1, description=text)
         if not self.console.is_terminal:
