@@ -1,9 +1,6 @@
 """The wrapper behaves like the model inside, and refuses what it can't do."""
 
 import copy
-import re
-from importlib.metadata import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -172,15 +169,3 @@ def test_names_of_trl_are_here():
         "transformers_parent_class",
     ):
         assert hasattr(PreTrainedModelWrapper, name), name
-
-
-def test_readme_runs():
-    # Beside the tests in the repository; in the installed distribution's metadata elsewhere.
-    file = Path(__file__).parents[1] / "README.md"
-    text = file.read_text() if file.is_file() else metadata("trl-valuehead").get_payload()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert blocks
-    namespace = {"__name__": "readme"}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
-    assert "model" in namespace
