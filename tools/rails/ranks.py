@@ -42,7 +42,7 @@ def run_on_ranks(
     *,
     engine: str | None = "single",
     processes: int | None = None,
-    time_limit: float = 120,
+    time_limit: float = 300,
     mixed_precision: str = "no",
     environment: str | None = None,
     sources: Sequence[str] = (),
