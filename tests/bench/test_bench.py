@@ -8,8 +8,9 @@ import torch
 
 from tools.bench import measures
 from tools.bench.areas.import_ import Package
-from tools.bench.measures import CountCollectives, Measure, StorageMeter, alternate
+from tools.bench.measures import Measure, StorageMeter, alternate
 from tools.bench.runner import find_areas, main, table
+from tools.rails.collectives import CountCollectives
 from tools.rails.ranks import run_on_ranks
 from tools.rails.wheels import members
 

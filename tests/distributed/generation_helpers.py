@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tools.rails.models import random_llama
 
 TOKENS = 6
 ZERO = {
@@ -16,32 +15,8 @@ ZERO = {
 }
 
 
-class Collectives(TorchDispatchMode):
-    """Counts every collective of every process group, by the name of the operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.counts[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def tiny_model(**config):
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    settings = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "vocab_size": 99,
-        "tie_word_embeddings": False,
-    }
-    return AutoModelForCausalLM.from_config(LlamaConfig(**settings | config))
+def tiny_model(**settings):
+    return random_llama(num_hidden_layers=3, **settings)
 
 
 def prepared(accelerator, model, *, zero=None, lr=0.1):

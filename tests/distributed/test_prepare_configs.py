@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tools.rails.models import random_llama
 from tools.rails.ranks import run_on_ranks
 
 SIZES = {
@@ -11,22 +12,6 @@ SIZES = {
     "stage3_prefetch_bucket_size": 921,
     "stage3_param_persistence_threshold": 320,
 }
-
-
-def make_model():
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=99,
-        tie_word_embeddings=False,
-    )
-    return AutoModelForCausalLM.from_config(config)
 
 
 def make_plain_module():
@@ -46,7 +31,7 @@ def prepared(accelerator, cases):
     for config, kind in cases:
         plugin.hf_ds_config.config = plugin.deepspeed_config = config
         before = copy.deepcopy(config)
-        model = make_model() if kind == "llama" else make_plain_module()
+        model = random_llama() if kind == "llama" else make_plain_module()
         try:
             engine = prepare_deepspeed(model, accelerator)
         except ValueError as error:
@@ -133,7 +118,7 @@ def precision_that_accelerate_resolved(accelerator):
     plugin = accelerator.state.deepspeed_plugin
     plugin.deepspeed_config |= {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
     plugin.set_mixed_precision("bf16")  # as `Accelerator(mixed_precision="bf16")` does
-    engine = prepare_deepspeed(make_model(), accelerator)
+    engine = prepare_deepspeed(random_llama(), accelerator)
     return engine.bfloat16_enabled(), str(next(engine.module.parameters()).dtype)
 
 
@@ -212,7 +197,7 @@ def bitnet_folder(tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
 
-    make_model().save_pretrained(tmp_path)
+    random_llama().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     for name in [name for name in weights if "proj" in name]:
         rows, columns = weights[name].shape
@@ -253,7 +238,7 @@ def failing_preparation(accelerator):
 
     from trl_prepare import prepare_deepspeed, prepare_fsdp
 
-    model = make_model().train()
+    model = random_llama().train()
     model.lm_head.eval()
     model.lm_head.weight.requires_grad_(False)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -291,7 +276,7 @@ def wrapped_as_the_plugin_says(accelerator, version, **changes):
     plugin = accelerator.state.fsdp_plugin
     for name, value in changes.items():
         setattr(plugin, name, value)
-    model = prepare_fsdp(make_model(), accelerator)
+    model = prepare_fsdp(random_llama(), accelerator)
     wrappers = FSDPModule if version == 2 else FullyShardedDataParallel
     ids = torch.arange(20).reshape(2, 10)
     with torch.no_grad():
@@ -307,7 +292,7 @@ def test_fsdp_units_are_those_that_the_plugin_names():
     import torch
 
     ids = torch.arange(20).reshape(2, 10)
-    expected = make_model().eval()(input_ids=ids, labels=ids).loss.item()
+    expected = random_llama().eval()(input_ids=ids, labels=ids).loss.item()
     cases = [
         (1, {}, LAYERS),
         (1, HALF_LAYERS, [f"{layer}.mlp" for layer in LAYERS]),

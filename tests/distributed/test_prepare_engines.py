@@ -2,6 +2,7 @@
 
 import pytest
 
+from tools.rails.models import random_llama
 from tools.rails.ranks import run_on_ranks
 
 ENGINES = ["single", "ddp", "zero2", "zero3", "fsdp1", "fsdp2"]
@@ -10,18 +11,9 @@ SHARDED = ["zero3", "fsdp1", "fsdp2"]
 
 def make_policy(kind="untied", dtype="float32"):
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=99,
-        tie_word_embeddings=kind == "tied",
-    )
-    return AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).train()
+    model = random_llama(tie_word_embeddings=kind == "tied")
+    return model.to(getattr(torch, dtype)).train()
 
 
 def make_reward_model():
@@ -52,6 +44,21 @@ def prepare(model, accelerator):
     if engine == "FSDP":
         return prepare_fsdp(model, accelerator)
     return model.to(accelerator.device).eval()
+
+
+def losses_side_by_side(accelerator, policy, optimizer, reference):
+    """Train for two steps; return the policy's and the reference's loss of each in turn."""
+    import torch
+
+    ids = torch.arange(20).reshape(2, 10)
+    losses = []
+    for _ in range(2):
+        loss = policy(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item(), reference(input_ids=ids, labels=ids).loss.item()]
+    return losses
 
 
 def shards(model):
@@ -164,20 +171,13 @@ def from_a_wrapped_policy(accelerator):
     kind = type(policy)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    ids = torch.arange(20).reshape(2, 10)
     reference = create_reference_model(policy)
     try:
         create_reference_model(policy, num_shared_layers=1)
         refused = None
     except ValueError as error:
         refused = str(error)
-    losses = []
-    for _ in range(2):
-        loss = policy(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses += [loss.item(), reference(input_ids=ids, labels=ids).loss.item()]
+    losses = losses_side_by_side(accelerator, policy, optimizer, reference)
     return type(reference) is kind, refused, losses
 
 
@@ -190,14 +190,7 @@ def shared_with_a_policy_prepared_later(accelerator):
     reference = create_reference_model(policy, num_shared_layers=1)
     optimizer = torch.optim.SGD((p for p in policy.parameters() if p.requires_grad), lr=0.1)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    ids = torch.arange(20).reshape(2, 10)
-    losses = []
-    for _ in range(2):
-        loss = policy(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses += [loss.item(), reference(input_ids=ids, labels=ids).loss.item()]
+    losses = losses_side_by_side(accelerator, policy, optimizer, reference)
     inner = accelerator.unwrap_model(policy)
     first = inner.model.layers[0].mlp.up_proj.weight
     return first is reference.model.layers[0].mlp.up_proj.weight, losses

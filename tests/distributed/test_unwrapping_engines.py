@@ -4,6 +4,14 @@ import contextlib
 
 import pytest
 
+from tests.distributed.generation_helpers import (
+    full_weights,
+    greedy,
+    prepared,
+    tiny_model,
+    train_step,
+)
+from tools.rails.collectives import CountCollectives
 from tools.rails.ranks import run_on_ranks
 
 ENGINES = ["single", "ddp", "zero2", "zero3", "fsdp1", "fsdp2"]
@@ -16,13 +24,6 @@ def engine(request):
 
 
 def generate_before_and_after_a_step(accelerator):
-    from tests.distributed.generation_helpers import (
-        full_weights,
-        greedy,
-        prepared,
-        tiny_model,
-        train_step,
-    )
     from trl_zero3 import unwrap, unwrap_model_for_generation
 
     plain = tiny_model()
@@ -45,13 +46,6 @@ def test_generation_is_that_of_the_plain_model_with_the_same_weights(engine):
 
 
 def train_with_generation_between(accelerator, generate):
-    from tests.distributed.generation_helpers import (
-        Collectives,
-        greedy,
-        prepared,
-        tiny_model,
-        train_step,
-    )
     from trl_zero3 import unwrap_model_for_generation
 
     model, optimizer = prepared(accelerator, tiny_model())
@@ -60,12 +54,12 @@ def train_with_generation_between(accelerator, generate):
         if generate:
             with (
                 unwrap_model_for_generation(model, accelerator) as unwrapped,
-                Collectives() as collectives,
+                CountCollectives() as collectives,
             ):
                 greedy(unwrapped, 1 + 4 * accelerator.process_index)
                 greedy(unwrapped, 5 - 4 * accelerator.process_index)
             inside.append(dict(collectives.counts))
-        with Collectives() as collectives:
+        with CountCollectives() as collectives:
             losses.append(train_step(accelerator, model, optimizer, seed=step))
         counts.append(dict(collectives.counts))
     return losses, counts, inside
@@ -81,7 +75,7 @@ def test_training_is_bit_identical_with_generation_of_unequal_length_between(eng
         assert len(set(losses)) == STEPS
         assert same_counts == counts, "the steps gather what they would have gathered"
         if engine == "fsdp1":
-            assert all("c10d::allgather_" in forward for forward in inside)
+            assert all("allgather" in forward for forward in inside)
         else:
             assert inside == [{}] * STEPS
 
@@ -89,7 +83,6 @@ def test_training_is_bit_identical_with_generation_of_unequal_length_between(eng
 def leave_in_every_way(accelerator):
     import torch
 
-    from tests.distributed.generation_helpers import greedy, prepared, tiny_model, train_step
     from tools.rails.snapshots import differences, engine_snapshot
     from trl_zero3 import unwrap, unwrap_model_for_generation
 
@@ -202,15 +195,12 @@ def test_the_engine_comes_back_as_it_was_however_the_body_ends(engine):
 
 
 def train_without_generation(accelerator):
-    from tests.distributed.generation_helpers import prepared, tiny_model, train_step
-
     model, optimizer = prepared(accelerator, tiny_model())
     losses = [train_step(accelerator, model, optimizer, seed=step) for step in range(6)]
     return losses[:3] + losses[4:]
 
 
 def refuse_before_touching(accelerator):
-    from tests.distributed.generation_helpers import prepared, tiny_model
     from tools.rails.snapshots import differences, engine_snapshot
     from trl_zero3 import unwrap_model_for_generation
 
@@ -230,7 +220,6 @@ def test_a_misspelt_generation_setting_is_refused_and_nothing_is_touched(engine)
 
 
 def generate_with_checkpointing(accelerator):
-    from tests.distributed.generation_helpers import greedy, prepared, tiny_model, train_step
     from trl_zero3 import unwrap, unwrap_model_for_generation
 
     model = tiny_model()

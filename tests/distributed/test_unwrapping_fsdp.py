@@ -2,17 +2,18 @@
 
 import pytest
 
+from tests.distributed.generation_helpers import (
+    full_weights,
+    greedy,
+    prepared,
+    tiny_model,
+    train_step,
+)
+from tools.rails.collectives import CountCollectives
 from tools.rails.ranks import run_on_ranks
 
 
 def generate_and_train(accelerator, use_orig_params):
-    from tests.distributed.generation_helpers import (
-        full_weights,
-        greedy,
-        prepared,
-        tiny_model,
-        train_step,
-    )
     from tools.rails.snapshots import differences, engine_snapshot
     from trl_zero3 import unwrap_model_for_generation
 
@@ -56,8 +57,6 @@ def raising(error, at):
 
 
 def train(accelerator, use_orig_params):
-    from tests.distributed.generation_helpers import prepared, tiny_model, train_step
-
     if use_orig_params is not None:
         accelerator.state.fsdp_plugin.use_orig_params = use_orig_params
     model, optimizer = prepared(accelerator, tiny_model())
@@ -75,7 +74,6 @@ def test_a_layer_that_raises_while_generating_leaves_training_as_it_was(engine, 
 def generate_in_bf16(accelerator):
     import torch
 
-    from tests.distributed.generation_helpers import greedy, prepared, tiny_model, train_step
     from trl_zero3 import unwrap_model_for_generation
 
     model, optimizer = prepared(accelerator, tiny_model())
@@ -108,13 +106,6 @@ def test_mixed_precision_generates_in_its_dtype(engine):
 def generate_with_adapters(accelerator):
     from peft import LoraConfig, get_peft_model
 
-    from tests.distributed.generation_helpers import (
-        Collectives,
-        greedy,
-        prepared,
-        tiny_model,
-        train_step,
-    )
     from tools.rails.snapshots import differences, engine_snapshot
     from trl_zero3 import unwrap_model_for_generation
 
@@ -134,7 +125,10 @@ def generate_with_adapters(accelerator):
         assert greedy(inside) == expected
     losses = [train_step(accelerator, model, optimizer, seed=step) for step in range(2)]
     before = engine_snapshot(model)
-    with unwrap_model_for_generation(model, accelerator) as inside, Collectives() as collectives:
+    with (
+        unwrap_model_for_generation(model, accelerator) as inside,
+        CountCollectives() as collectives,
+    ):
         assert greedy(inside) == greedy(inside)
     assert differences(before, engine_snapshot(model)) == []
     losses.append(train_step(accelerator, model, optimizer, seed=2))
@@ -151,7 +145,6 @@ def test_adapters_generate_and_train(engine):
 def add_adapters_to_a_sharded_model(accelerator):
     import torch
 
-    from tests.distributed.generation_helpers import greedy, prepared, tiny_model
     from trl_zero3 import unwrap_model_for_generation
 
     class Adapted(torch.nn.Module):
@@ -179,7 +172,6 @@ def test_plain_tensors_and_sharded_ones_mix_under_fsdp2():
 
 
 def refuse_explicit_false(accelerator):
-    from tests.distributed.generation_helpers import greedy, prepared, tiny_model
     from trl_zero3 import unwrap_model_for_generation
 
     model, _ = prepared(accelerator, tiny_model())
@@ -194,8 +186,6 @@ def test_ranks_stay_in_step_under_fsdp1():
 
 
 def missing_private_names(accelerator):
-    from tests.distributed.generation_helpers import prepared, tiny_model, train_step
-
     model, optimizer = prepared(accelerator, tiny_model())
     train_step(accelerator, model, optimizer)
     if hasattr(model, "_get_fsdp_state"):

@@ -1,6 +1,7 @@
 """Value-head models on real engines: same losses as alone; what is saved is what was trained."""
 
 import pytest
+from engines import whole_state_dict
 
 from tools.rails.ranks import run_on_ranks
 
@@ -39,17 +40,6 @@ def build(base):
     return AutoModelForCausalLMWithValueHead(model.eval(), v_head_init_strategy="normal")
 
 
-def whole_state(accelerator, model):
-    from torch.distributed.fsdp import FullStateDictConfig, StateDictType
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-
-    if not isinstance(model, FSDP1):
-        return accelerator.get_state_dict(model)
-    # accelerate's own call offloads to the CPU, which crashes torch where the model lies there.
-    with FSDP1.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
-        return model.state_dict()
-
-
 def train_and_save(accelerator, base, folder):
     """Two steps of a value and a language-model loss, then save; returns losses and the weights."""
     import torch
@@ -66,7 +56,7 @@ def train_and_save(accelerator, base, folder):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    state = whole_state(accelerator, model)
+    state = whole_state_dict(accelerator, model)
     unwrapped = accelerator.unwrap_model(model)
     if accelerator.is_main_process:
         unwrapped.save_pretrained(folder, state_dict=state)

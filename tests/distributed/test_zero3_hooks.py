@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.distributed.generation_helpers import prepared, tiny_model, train_step
+from tools.rails.collectives import CountCollectives
 from tools.rails.ranks import run_on_ranks
 
 
@@ -18,8 +20,6 @@ def all_hooks(model):
 
 
 def engine_with_hooks(accelerator, steps=2):
-    from tests.distributed.generation_helpers import prepared, tiny_model, train_step
-
     model, optimizer = prepared(accelerator, tiny_model())
     for step in range(steps):
         train_step(accelerator, model, optimizer, seed=step)
@@ -68,12 +68,11 @@ def test_the_very_same_hooks_come_back_in_their_places_around_the_users():
 
 
 def remove_and_add(accelerator):
-    from tests.distributed.generation_helpers import Collectives, train_step
     from tools.rails.snapshots import differences, engine_snapshot
     from trl_zero3 import add_hooks, remove_hooks, unwrap_model_for_generation
 
     model, optimizer = engine_with_hooks(accelerator, steps=3)
-    with Collectives() as usual:
+    with CountCollectives() as usual:
         train_step(accelerator, model, optimizer, seed=3)
     before = engine_snapshot(model)
     add_hooks(model)
@@ -90,7 +89,7 @@ def remove_and_add(accelerator):
         add_hooks(model)
         add_hooks(model)
         assert differences(before, engine_snapshot(model)) == []
-    with Collectives() as after:
+    with CountCollectives() as after:
         train_step(accelerator, model, optimizer, seed=4)
     return dict(after.counts) == dict(usual.counts), sum(usual.counts.values()) > 0
 
@@ -121,7 +120,6 @@ def test_hooks_that_something_else_removed_are_an_error_not_a_silent_nothing():
 def ask_of_the_wrong_engine(accelerator):
     import torch
 
-    from tests.distributed.generation_helpers import prepared, tiny_model
     from trl_zero3 import add_hooks, remove_hooks, suspended_hooks, unwrap
 
     model, _ = prepared(accelerator, tiny_model())

@@ -2,28 +2,14 @@
 
 import pytest
 
+from tools.rails.models import random_llama
 from tools.rails.peers import find, run_both
 
 pytestmark = pytest.mark.full
 
 
 def make_model(seed=0):
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return AutoModelForCausalLM.from_config(config)
+    return random_llama(seed, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 
 
 def trained_and_generated(accelerator, library):

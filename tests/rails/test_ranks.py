@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tools.rails.models import random_llama
 from tools.rails.ranks import RankError, run_on_ranks
 
 ENGINES = ["single", "ddp", "zero2", "zero3", "fsdp1", "fsdp2"]
@@ -11,18 +12,8 @@ ENGINES = ["single", "ddp", "zero2", "zero3", "fsdp1", "fsdp2"]
 
 def train_two_steps(accelerator):
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=99,
-        tie_word_embeddings=False,
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    model = random_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     ids = torch.arange(20).reshape(2, 10)

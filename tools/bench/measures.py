@@ -1,11 +1,10 @@
-"""What areas measure with: medians of alternating runs, collectives counted, storage counted."""
+"""What areas measure with: medians of alternating runs, and storage counted."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 import weakref
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -58,29 +57,6 @@ def alternate(
         name: {key: statistics.median(run[key] for run in done) for key in done[0]}
         for name, done in runs.items()
     }
-
-
-class CountCollectives(TorchDispatchMode):
-    """Counts this rank's collectives by name while it is entered; slows what it counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func._opname:
-            self.counts[func._opname.strip("_")] += 1
-        return func(*args, **(kwargs or {}))
-
-    def gathers(self) -> int:
-        """Return how many of them were all-gathers, of any form."""
-        return sum(number for name, number in self.counts.items() if "gather" in name)
-
-    def others(self) -> int:
-        """Return how many of them were anything else."""
-        return self.counts.total() - self.gathers()
 
 
 class StorageMeter(TorchDispatchMode):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.rails.environments import ROOT
+from tools.rails.environments import ROOT, hatch_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,12 +37,9 @@ def project_table(distribution: str) -> dict[str, Any]:
 @functools.cache
 def build_wheels() -> dict[str, Path]:
     """Build every member's wheel once a process, and return the wheels by distribution."""
-    hatch = shutil.which("hatch")
-    if hatch is None:
-        raise RuntimeError("hatch is not on the path: python3 -m pip install hatch")
     folder = Path(tempfile.mkdtemp(prefix="wheels-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    _run([hatch, "build", "--all", "--target", "wheel", str(folder)], cwd=ROOT)
+    _run([hatch_command(), "build", "--all", "--target", "wheel", str(folder)], cwd=ROOT)
     wheels = {}
     for distribution in members():
         (wheel,) = folder.glob(f"{distribution.replace('-', '_')}-*.whl")

@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tools.bench.measures import CountCollectives, Measure, StorageMeter, alternate
+from tools.bench.measures import Measure, StorageMeter, alternate
+from tools.rails.collectives import CountCollectives
+from tools.rails.models import random_llama
 from tools.rails.ranks import run_on_ranks
 
 if TYPE_CHECKING:
@@ -33,25 +35,19 @@ NEW_TOKENS = 24
 
 def cycles(accelerator: Accelerator, contestant: str) -> dict[str, float]:
     """Measure one contestant: "ours", "peer", or "limit" for the model without an engine."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
     unwrap_model_for_generation = _as_it_is
     if contestant != "limit":
         module = importlib.import_module({"ours": "trl_zero3", "peer": "trl.models"}[contestant])
         unwrap_model_for_generation = module.unwrap_model_for_generation
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    model = random_llama(
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=8,
-        num_attention_heads=4,
         vocab_size=1000,
-        tie_word_embeddings=False,
         bos_token_id=1,
         eos_token_id=None,
         pad_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config).to(accelerator.device)
+    ).to(accelerator.device)
     whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if contestant != "limit":
