@@ -28,7 +28,7 @@ def gather_some(accelerator):
     assert set(status.values()) == {"AVAILABLE", "NOT_AVAILABLE"}, "the norms are persistent"
     with CountCollectives() as collectives, gathered(model):
         assert set(statuses(model).values()) == {"AVAILABLE"}
-        launched = sum(collectives.counts.values())
+        assert (collectives.gathers(), collectives.others()) == (1, 1), "a gather, an agreement"
         with gathered(layer.mlp.up_proj.weight), gathered([layer.mlp.up_proj.weight]):
             pass
         with contextlib.suppress(KeyError), gathered(layer.parameters()):
@@ -36,17 +36,17 @@ def gather_some(accelerator):
         assert set(statuses(model).values()) == {"AVAILABLE"}
         with pytest.raises(ValueError, match="must be positive"), gathered(model, bucket_bytes=0):
             pass
-    assert launched == sum(collectives.counts.values()) == 1
+    assert (collectives.gathers(), collectives.others()) == (1, 2), "and one on leaving"
     assert differences(before, engine_snapshot(model)) == []
 
     matrices = [p for name, p in model.named_parameters() if status[name] == "NOT_AVAILABLE"]
     with CountCollectives() as collectives, gathered(model, bucket_bytes=1):
         pass
-    assert sum(collectives.counts.values()) == len(matrices)
+    assert collectives.gathers() == len(matrices)
     one = matrices[0].ds_numel * 4
     with CountCollectives() as collectives, gathered(matrices[:1] + matrices, bucket_bytes=2 * one):
         pass
-    assert 1 < sum(collectives.counts.values()) < len(matrices)
+    assert 1 < collectives.gathers() < len(matrices)
     assert differences(before, engine_snapshot(model)) == []
 
     with gathered(layer), torch_no_grad():
@@ -353,28 +353,46 @@ def refuse_other_partitions(accelerator):
     model, _ = prepared(accelerator, tiny_model())
     before = engine_snapshot(model)
     parameter = model.module.lm_head.weight
-    # Stand-ins: the real ones need a disk, CUDA kernels, or more ranks than this.
-    for owner, name, value, reason in (
-        (parameter, "nvme_swapper", object(), "NVMe"),
-        (parameter, "ds_zero_param_process_group", object(), "zero_hpz_partition_size"),
-        (parameter.ds_tensor, "ds_quant_scale", object(), "quantized"),
+    # Stand-ins: the real ones need a disk, CUDA kernels, or an old DeepSpeed.
+    for name, value, reason in (
+        ("nvme_swapper", object(), "NVMe"),
+        ("comm", object(), "MiCS"),
+        ("ds_tensor.ds_quant_scale", object(), "quantized"),
     ):
-        absent = object()
-        old = getattr(owner, name, absent)
-        setattr(owner, name, value)
-        with pytest.raises(ValueError, match=reason), gathered(model):
+        with (
+            replaced(parameter, name, value),
+            pytest.raises(ValueError, match=reason),
+            gathered(model),
+        ):
             pass
         with (
+            replaced(parameter, name, value),
             pytest.raises(ValueError, match=reason),
             unwrap_model_for_generation(model, accelerator),
         ):
             pass
-        if old is absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, old)
+    with (
+        replaced(model, "_deepcompile_active", True),
+        pytest.raises(ValueError, match="DeepCompile has put gathering into"),
+        unwrap_model_for_generation(model, accelerator),
+    ):
+        pass
     return differences(before, engine_snapshot(model))
 
 
-def test_partitions_that_are_not_supported_are_refused_before_anything_is_gathered():
+@contextlib.contextmanager
+def replaced(owner, name, value):
+    *path, name = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    absent = object()
+    old = getattr(owner, name, absent)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if old is absent else setattr(owner, name, old)
+
+
+def test_set_ups_that_are_not_supported_are_refused_before_anything_is_gathered():
     assert run_on_ranks(refuse_other_partitions, engine="zero3") == [[], []]

@@ -10,6 +10,11 @@ from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
+from trl_zero3._c10d_private import gather_each
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
@@ -150,29 +155,73 @@ def is_in_flight(parameter: Any) -> bool:
 
 def unsupported(parameter: Any) -> str | None:
     """Return why a parameter can't be gathered here, if it can't."""
-    if parameter.ds_zero_param_process_group is not None:
-        return "hierarchical partitioning (zero_hpz_partition_size)"
     if parameter.nvme_swapper is not None:
         return "offload to NVMe"
     if hasattr(parameter.ds_tensor, "ds_quant_scale"):
         return "quantized weights (zero_quantized_nontrainable_weights)"
+    if hasattr(parameter, "comm"):  # 0.16.4
+        return "MiCS, which shards over a part of the ranks"
     return None
 
 
+def is_deepcompiled(engine: Any) -> bool:
+    """Say whether gathering is compiled into the engine's graphs; 0.16.4 has no DeepCompile."""
+    return getattr(engine, "_deepcompile_active", False)
+
+
+def gathering_ranks(parameters: list[Any]) -> list[int]:
+    """Return the ranks that gather these parameters; experts may be gathered by fewer."""
+    groups = {id(group): group for p in parameters for group in [p.ds_process_group]}.values()
+    return max((dist.get_process_group_ranks(group) for group in groups), key=len, default=[])
+
+
+def whole_numel(parameter: Any) -> int:
+    """Return how many elements the parameter has when it is whole, whoever holds it."""
+    return getattr(parameter, "ds_numel", None) or parameter.numel()
+
+
+def ranks_that_share(parameter: Any) -> int:
+    """Return over how many ranks the parameter is sharded."""
+    return dist.get_world_size(parameter.ds_process_group) if is_sharded(parameter) else 1
+
+
+def is_offloaded(parameter: Any) -> bool:
+    """Say whether the shard lies in the memory of another device."""
+    return is_sharded(parameter) and parameter.ds_tensor.device.type != parameter.device.type
+
+
 def gather(parameters: list[Any]) -> None:
-    """Gather these parameters, all of them missing, in one launch for each dtype."""
-    parameters[0].all_gather_coalesced(parameters).wait()
+    """Gather these parameters, all of them missing, with one launch for each process group.
+
+    They are gathered straight into place. DeepSpeed's own coalesced gather copies them once more,
+    and with hierarchical partitioning it reads a second set of shards, which may be out of date.
+    """
+    by_group: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        by_group.setdefault(parameter.ds_process_group, []).append(parameter)
+    for group, members in by_group.items():
+        world_size = dist.get_world_size(group)
+        shards = [p.ds_tensor.detach().to(p.device).view(-1) for p in members]
+        wholes = [shard.new_empty(shard.numel() * world_size) for shard in shards]
+        # As bytes, so that one launch takes all dtypes.
+        gather_each(
+            [whole.view(torch.uint8) for whole in wholes],
+            [shard.view(torch.uint8) for shard in shards],
+            group,
+        )
+        for parameter, whole in zip(members, wholes, strict=True):
+            parameter.data = whole.narrow(0, 0, parameter.ds_numel).view(parameter.ds_shape)
+            parameter.ds_status = type(parameter.ds_status).AVAILABLE
 
 
 def release(parameters: list[Any]) -> None:
     """Go back to the shards of these parameters; what was written to them is forgotten."""
-    gathered = [parameter for parameter in parameters if not is_missing(parameter)]
-    for parameter in gathered:
-        parameter.ds_active_sub_modules.clear()  # DeepSpeed refuses to free one in use
-        # A gather that was interrupted leaves it in flight, which can't be freed either.
-        parameter.ds_status = type(parameter.ds_status).AVAILABLE
-    if gathered:
-        gathered[0].partition(param_list=gathered)
+    from deepspeed.runtime.zero.partition_parameters import free_param
+
+    for parameter in parameters:
+        if not is_missing(parameter):
+            parameter.ds_active_sub_modules.clear()  # DeepSpeed refuses to free one in use
+            free_param(parameter)
 
 
 def _wraps(hook: Any, name: str) -> bool:

@@ -5,9 +5,12 @@ FSDP2 keeps its groups in `_fsdp_param_groups`; before torch 2.12 it was one `_f
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from trl_zero3.memory import Size
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -37,10 +40,19 @@ def is_fsdp2(module: object) -> bool:
     return _is_instance(module, "FSDPModule")
 
 
-def fsdp2_states(root: Any) -> list[Any]:
-    """Return the states in the tree of a module, each once, and make sure that they are ready."""
+def is_dtensor(value: object) -> bool:
+    """Say whether a tensor is spread over ranks; none is if nobody imported that kind."""
+    return _is_instance(value, "DTensor", "tensor")
+
+
+def fsdp2_prepare(root: Any) -> None:
+    """Do what FSDP2 puts off until the first forward."""
     if root._get_fsdp_state()._is_root is None:
         root._get_fsdp_state()._lazy_init()
+
+
+def fsdp2_states(root: Any) -> list[Any]:
+    """Return the states in the tree of a module, each once."""
     found = {id(s): s for m in root.modules() if is_fsdp2(m) for s in [m._get_fsdp_state()]}
     return list(found.values())
 
@@ -95,6 +107,55 @@ def fsdp2_reshard(groups: list[Any]) -> None:
     for group in groups:
         group.wait_for_unshard()
         group._to_sharded()
+
+
+def fsdp2_ranks(groups: list[Any]) -> list[int]:
+    """Return the ranks that these groups are sharded or replicated over."""
+    meshes = [group.mesh_info.mesh.mesh.flatten().tolist() for group in groups]
+    return max(meshes, key=len, default=[])
+
+
+def fsdp2_size(group: Any, world_size: int | None = None) -> Size:
+    """Return how large a parameter group is, on this many ranks."""
+    ranks = world_size or getattr(group.mesh_info, "shard_mesh_size", 1)
+    numel = shard = whole = 0
+    for parameter in group.fsdp_params:
+        padded = list(parameter._orig_size)
+        numel += math.prod(padded)
+        padded[parameter.fsdp_placement.dim] = -(-padded[parameter.fsdp_placement.dim] // ranks)
+        dtype = group.mp_policy.param_dtype or parameter.sharded_param.dtype
+        if not parameter.offload_to_cpu:
+            shard += math.prod(padded) * parameter.sharded_param.dtype.itemsize
+        whole += math.prod(padded) * ranks * dtype.itemsize
+    return Size(numel, shard, whole)
+
+
+def fsdp2_parameters(group: Any) -> list[Any]:
+    """Return a group's parameters, whichever of their two forms the modules hold."""
+    forms = ("sharded_param", "_unsharded_param")
+    found = [getattr(parameter, form, None) for parameter in group.fsdp_params for form in forms]
+    return [parameter for parameter in found if parameter is not None]
+
+
+def fsdp1_groups(root: Any) -> list[Any]:
+    """Return the process groups that FSDP1 shards and, if hybrid, replicates over."""
+    groups = (root.process_group, getattr(root, "_inter_node_pg", None))
+    return [group for group in groups if group is not None]
+
+
+def fsdp1_handles(root: Any) -> list[Any]:
+    """Return the handles of the units in the tree of a root, its own first."""
+    states = [module for module in root.modules() if is_fsdp1(module)]
+    return [state._handle for state in states if state._handle is not None]
+
+
+def fsdp1_size(handle: Any, world_size: int | None = None) -> Size:
+    """Return how large a unit is, on this many ranks."""
+    ranks = world_size or handle.world_size
+    numel = handle.flat_param._unpadded_unsharded_size.numel()
+    shard = -(-numel // ranks) * handle.flat_param.element_size()
+    offloaded = handle._offload_params and handle.device.type != "cpu"
+    return Size(numel, 0 if offloaded else shard, shard * ranks)
 
 
 def fsdp1_states(root: Any) -> list[Any]:
@@ -177,6 +238,6 @@ def _unique(objects: Iterable[Any]) -> list[Any]:
     return list({id(item): item for item in objects}.values())
 
 
-def _is_instance(module: object, name: str) -> bool:
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), name, None)
-    return kind is not None and isinstance(module, kind)
+def _is_instance(value: object, name: str, module: str = "fsdp") -> bool:
+    kind = getattr(sys.modules.get(f"torch.distributed.{module}"), name, None)
+    return kind is not None and isinstance(value, kind)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trl_zero3 import _deepspeed_private as private
+from trl_zero3.agreement import agreement_group, ending_together
+from trl_zero3.memory import Launch, Size, check_fits
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -17,24 +19,30 @@ BUCKET_BYTES = 128 * 2**20
 
 @contextmanager
 def gathered(
-    params: nn.Module | nn.Parameter | Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES
+    params: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+    bucket_bytes: int = BUCKET_BYTES,
+    check_memory: bool = True,
 ) -> Generator[None]:
     """Hold these parameters whole inside the body.
 
     Only what is missing is gathered and only that is released, so a context inside a context costs
     nothing and takes nothing from the outer one, and persistent parameters stay. Parameters that
     ZeRO-3 doesn't hold are left alone. What the body writes to a gathered parameter is forgotten.
-    Every rank must enter; leaving involves no communication.
+
+    Where something is missing every rank must enter, and if the body raises on one rank the context
+    raises on all. The parameters are restored first, without communication.
 
     Args:
         params: Parameters, or a module or engine for all of its own.
-        bucket_bytes: How much to gather with one launch; the memory needed on top of the gathered
-            parameters is one bucket.
+        bucket_bytes: How much to gather with one launch.
+        check_memory: Refuse, on all ranks alike, what does not fit on one of them.
 
     Raises:
         ValueError: `bucket_bytes` is not positive, or a parameter is partitioned in a way that is
-            not supported (hierarchical, NVMe, quantized).
-        RuntimeError: A parameter is just being gathered by its engine, which was not given.
+            not supported (NVMe, quantized, MiCS).
+        GatherWontFit: There is not enough free memory.
+        RuntimeError: On entry, a parameter is just being gathered by its engine, which was not
+            given. On leaving, the body raised on another rank.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -45,28 +53,60 @@ def gathered(
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}.")
     offload = private.offload_of(params) if isinstance(params, nn.Module) else None
-    sharded = _sharded(params)
-    for parameter in sharded:
+    parameters = sharded_parameters(params)
+    for parameter in parameters:
         reason = private.unsupported(parameter)
         if reason is not None:
             raise ValueError(f"Parameters can't be gathered under ZeRO-3 with {reason}.")
     if offload is not None:
         private.drain(offload)
-    elif any(private.is_in_flight(parameter) for parameter in sharded):
+    elif any(private.is_in_flight(parameter) for parameter in parameters):
         raise RuntimeError(
             "Some of these parameters are just being gathered by their engine: call "
             "gathered(engine), which waits for them first."
         )
-    missing = [parameter for parameter in sharded if private.is_missing(parameter)]
-    try:
-        for bucket in _buckets(missing, bucket_bytes):
-            private.gather(bucket)
+    missing = [parameter for parameter in parameters if private.is_missing(parameter)]
+    if not missing:
         yield
-    finally:
-        private.release(missing)
+        return
+    device = missing[0].device
+    group = agreement_group(private.gathering_ranks(missing), device)
+    if check_memory:
+        check_fits(zero3_launches(missing, bucket_bytes), device, group)
+    with ending_together(group):
+        try:
+            for bucket in _buckets(missing, bucket_bytes):
+                private.gather(bucket)
+            yield
+        finally:
+            private.release(missing)
 
 
-def _sharded(
+def zero3_launches(
+    missing: list[Any], bucket_bytes: int = BUCKET_BYTES, world_size: int | None = None
+) -> list[Launch]:
+    """Return what `gathered` would launch for these parameters, on this many ranks."""
+    launches = []
+    for bucket in _buckets(missing, bucket_bytes):
+        sizes = [zero3_size(parameter, world_size) for parameter in bucket]
+        passing = sum(
+            size.shard
+            for parameter, size in zip(bucket, sizes, strict=True)
+            if private.is_offloaded(parameter)
+        )
+        launches.append(Launch(sum(size.whole for size in sizes), passing))
+    return launches
+
+
+def zero3_size(parameter: nn.Parameter, world_size: int | None = None) -> Size:
+    """Return how large a parameter is, on this many ranks."""
+    ranks = world_size or private.ranks_that_share(parameter)
+    numel = private.whole_numel(parameter)
+    shard = -(-numel // ranks) * parameter.element_size()
+    return Size(numel, shard, shard * ranks)
+
+
+def sharded_parameters(
     params: nn.Module | nn.Parameter | Iterable[nn.Parameter],
 ) -> list[Any]:
     """Return those that ZeRO-3 holds, once each, in the order that all ranks share."""
@@ -82,7 +122,7 @@ def _buckets(parameters: list[Any], limit: int) -> Iterator[list[Any]]:
     bucket: list[Any] = []
     filled = 0
     for parameter in parameters:
-        size = parameter.ds_numel * parameter.element_size()
+        size = private.whole_numel(parameter) * parameter.element_size()
         if bucket and filled + size > limit:
             yield bucket
             bucket = []

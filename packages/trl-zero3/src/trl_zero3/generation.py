@@ -137,7 +137,7 @@ def _synced(generate: Callable[..., Any], collective: bool) -> Callable[..., Any
         elif collective and not asked:
             raise ValueError(
                 "synced_gpus=False would hang as soon as one rank finishes before another, since "
-                "every forward here gathers parameters from all ranks: leave it out."
+                "every forward here communicates with other ranks: leave it out."
             )
         return generate(*args, **kwargs)
 

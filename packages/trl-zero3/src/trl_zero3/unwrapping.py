@@ -52,6 +52,7 @@ def unwrap_model_for_generation(
     gather_deepspeed3_params: bool = True,
     generation_kwargs: dict[str, Any] | None = None,
     gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+    check_memory: bool = True,
 ) -> Generator[Any]:
     """Yield the model inside its wrappers, ready to generate; afterwards the engine is as it was.
 
@@ -61,6 +62,10 @@ def unwrap_model_for_generation(
     Gradient checkpointing is off inside and caching on. Whether the body returns or raises, hooks,
     residency, traces, flags, training modes and configs are restored, without communication, and
     the next training step gathers what it would have gathered anyway.
+
+    Where parameters were gathered, a body that raises on one rank ends with an error on all: the
+    ranks agree when they leave, after everything is restored, over a group of their own. Where
+    layers gather, the other ranks wait for it until the time limit of the process group.
 
     Args:
         model: The model as it was prepared: plain, in DDP, a DeepSpeed engine, FSDP1, FSDP2,
@@ -72,12 +77,15 @@ def unwrap_model_for_generation(
         generation_kwargs: Override the model's generation config inside.
         gradient_checkpointing_kwargs: Not needed: the arguments that were there before come back.
             Accepted since TRL's function takes it.
+        check_memory: Refuse, on all ranks alike, to gather what does not fit on one of them.
 
     Raises:
         ValueError: `generation_kwargs` can't apply, the model is the inside of a DeepSpeed engine,
             or its parameters are partitioned in a way that is not supported. Inside, `generate`
             raises it for an explicit `synced_gpus=False` where that would hang.
-        RuntimeError: Gathering was not wanted, but the engine's own hooks are off.
+        GatherWontFit: There is not enough free memory on some rank.
+        RuntimeError: Gathering was not wanted, but the engine's own hooks are off. On leaving, the
+            body raised on another rank.
 
     Example:
         >>> from torch import nn
@@ -94,29 +102,39 @@ def unwrap_model_for_generation(
             "This model is the inside of a DeepSpeed engine, from where its hooks can't be "
             "reached: pass the engine itself."
         )
+    if engine is not None and _deepspeed_private.is_deepcompiled(engine):
+        raise ValueError(
+            "DeepCompile has put gathering into the compiled graphs of this engine, from where it "
+            "can't be taken out: generate before engine.compile(), or without DeepCompile."
+        )
     config = generation_config_for(unwrapped, generation_kwargs)
     with ExitStack() as stack:
         stack.enter_context(kept_training_modes(model))
         if engine is not None:
-            collective = stack.enter_context(_deepspeed(engine, gather_deepspeed3_params))
+            collective = stack.enter_context(
+                _deepspeed(engine, gather_deepspeed3_params, check_memory)
+            )
         else:
-            stack.enter_context(gathered(unwrapped))  # of `deepspeed.zero.Init`, without an engine
-            stack.enter_context(unsharded(model))
-            collective = stack.enter_context(summoned(model))
+            # Of `deepspeed.zero.Init`, without an engine.
+            stack.enter_context(gathered(unwrapped, check_memory=check_memory))
+            stack.enter_context(unsharded(model, check_memory))
+            collective = stack.enter_context(summoned(model, check_memory))
         stack.enter_context(disable_gradient_checkpointing(unwrapped))
+        if not collective:  # tensor parallelism, whose layers add up their results
+            collective = any(map(_fsdp_private.is_dtensor, unwrapped.parameters()))
         collective = collective and torch.distributed.get_world_size() > 1
         stack.enter_context(generation_settings(unwrapped, config, collective=collective))
         yield unwrapped
 
 
 @contextmanager
-def _deepspeed(engine: nn.Module, gather: bool) -> Generator[bool]:
+def _deepspeed(engine: nn.Module, gather: bool, check_memory: bool) -> Generator[bool]:
     """Make an engine's parameters usable and yield whether forwards inside still communicate."""
     offload = _deepspeed_private.offload_of(engine)
     if offload is None:  # a stage that keeps parameters whole
         yield False
     elif gather:
-        with gathered(engine), suspended_hooks(engine):
+        with gathered(engine, check_memory=check_memory), suspended_hooks(engine):
             yield False
     elif not _deepspeed_private.has_its_hooks(offload):
         if any(map(_deepspeed_private.is_missing, offload.module.parameters())):
