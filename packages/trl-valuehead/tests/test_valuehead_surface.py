@@ -11,8 +11,8 @@ from trl_valuehead import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     PreTrainedModelWrapper,
+    _private_names,
 )
-from trl_valuehead.wrapper import _READ_BY_ACCELERATE
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
@@ -53,7 +53,7 @@ def test_what_is_read_on_a_model_is_the_language_models(build, name):
 
 
 def test_private_names_that_accelerate_reads_are_still_there():
-    for name in _READ_BY_ACCELERATE:
+    for name in _private_names.READ_BY_ACCELERATE:
         assert hasattr(PreTrainedModel, name), name
 
 

@@ -1,13 +1,10 @@
-"""PEFT: adapters on the language model, and a reward model that is an adapter beside them."""
+"""PEFT: adapters on the language model."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -41,12 +38,22 @@ def refuse_prompt_learning(config: Any) -> None:
         )
 
 
-def check_peft_config(config: Any) -> None:
-    """Raise unless `config` is a PeftConfig of a kind that a value head can follow."""
+def check_peft_config(config: Any, has_adapter: bool) -> None:
+    """Raise unless `config` is a PeftConfig of a kind that a value head can follow.
+
+    Args:
+        config: What was given as peft_config.
+        has_adapter: Whether the model has an adapter already.
+    """
     peft = import_peft("peft_config")
     if not isinstance(config, peft.PeftConfig):
         raise ValueError(f"peft_config must be a peft.PeftConfig, not {type(config).__name__}.")
     refuse_prompt_learning(config)
+    if has_adapter:
+        raise ValueError(
+            "peft_config would add an adapter to a model that has one already. Leave it out, or "
+            "merge the adapter first."
+        )
 
 
 def take_kbit_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -85,49 +92,3 @@ def load_adapter_checkpoint(
         options["revision"] = config.revision
     base = parent_class.from_pretrained(config.base_model_name_or_path, *model_args, **options)
     return peft.PeftModel.from_pretrained(base, checkpoint.name, is_trainable=is_trainable, **where)
-
-
-def load_reward_adapter(
-    model: Any, adapter: str, name: str, score_names: tuple[str, ...], **hub_options: Any
-) -> nn.Linear:
-    """Adds the adapter to `model` under `name`, frozen, and returns its frozen score layer."""
-    # Read first: a bad adapter leaves the model as it was.
-    score = _score_layer(Checkpoint(adapter, **hub_options), score_names)
-    model.load_adapter(adapter, name, is_trainable=False, **hub_options)
-    return score.to(dtype=model.dtype).requires_grad_(False)
-
-
-def _score_layer(checkpoint: Checkpoint, score_names: tuple[str, ...]) -> nn.Linear:
-    state = {
-        key.rpartition(".")[2]: tensor
-        for key, tensor in checkpoint.adapter_state().items()
-        if set(key.split(".")[:-1]) & set(score_names)
-    }
-    if "weight" not in state:
-        raise ValueError(
-            f"{checkpoint.name} holds no score layer ({', '.join(score_names)}): reward_adapter "
-            "must be the adapter of a reward model, trained as a sequence classifier."
-        )
-    labels, hidden = state["weight"].shape
-    score = nn.Linear(hidden, labels, bias="bias" in state)
-    score.load_state_dict(state)
-    return score
-
-
-@contextmanager
-def active_adapter(model: Any, name: str) -> Generator[None]:
-    """Another adapter and eval mode for the body; everything that PEFT switches comes back."""
-    previous = model.active_adapter
-    modes = [(module, module.training) for module in model.modules()]
-    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        model.set_adapter(name)
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        model.set_adapter(previous)
-        for module, mode in modes:
-            module.training = mode
-        for parameter, requires_grad in trainable:
-            parameter.requires_grad_(requires_grad)

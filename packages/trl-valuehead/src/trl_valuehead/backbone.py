@@ -18,48 +18,68 @@ def language_model(model: Any) -> PreTrainedModel:
 def backbones(model: PreTrainedModel) -> list[nn.Module]:
     """The modules whose first output may be the last hidden state that the LM head reads.
 
-    As a rule the model's body, with its decoder inside. Some models run the body's decoder without
-    the body (OPT in transformers 5), so both are here.
+    As a rule the model's body, with its decoder inside. Some models run the decoder without the
+    body (OPT in transformers 5, BART's decoder alone in 4), so both are here. Where one of them is
+    a whole language model, as in composites, its own are meant.
     """
     body: Any = model.base_model
-    # A model's body, or one that holds encoder and decoder side by side, as T5's.
-    decoder = body.get_decoder() if hasattr(body, "get_decoder") else None
-    if body is model and isinstance(decoder, PreTrainedModel) and decoder.can_generate():
-        return backbones(decoder)  # of a composite: a whole causal model with its own LM head
-    found = [module for module in (body, decoder) if module is not None and module is not model]
+    owners: list[Any] = [body, model]
+    modules = [body, *(owner.get_decoder() for owner in owners if hasattr(owner, "get_decoder"))]
+    found: list[nn.Module] = []
+    for module in modules:
+        if module is model or module is None:
+            continue
+        whole = isinstance(module, PreTrainedModel) and module.can_generate()
+        found += backbones(module) if whole else [module]
     return list(dict.fromkeys(found))
 
 
-def run_with_last_hidden_state(model: Any, **inputs: Any) -> tuple[Any, torch.Tensor]:
+def run_with_last_hidden_state(
+    model: Any, *, skip_lm_head: bool = False, **inputs: Any
+) -> tuple[Any, torch.Tensor]:
     """`model(**inputs)`, and the last hidden state (batch, tokens, hidden) that it computed.
 
     Of a body and the decoder in it, the body's comes last and counts. Nothing else of their output
     is kept alive, and the hooks are gone when this returns.
 
+    Args:
+        model: The language model, or a PeftModel around it.
+        skip_lm_head: Whether to hand no tokens to the LM head, so that there are no logits.
+        **inputs: Handed to the model.
+
+    Returns:
+        The model's output and the hidden state.
+
     Raises:
         RuntimeError: The model did not run its body.
     """
+    base = language_model(model)
     kept: list[torch.Tensor] = []
     here = threading.local()
     here.recording = True  # another thread may run the same model meanwhile
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        if getattr(here, "recording", False):
+        if hasattr(here, "recording"):
             kept[:] = [output[0]]
+
+    def drop_tokens(module: nn.Module, args: Any) -> Any:
+        return (args[0][..., :0, :],) if hasattr(here, "recording") else args
 
     handles: list[Any] = []
     try:
-        for backbone in backbones(language_model(model)):
+        for backbone in backbones(base):
             handles.append(backbone.register_forward_hook(keep))
-        output = model(**inputs)
+        lm_head = base.get_output_embeddings() if skip_lm_head else None
+        if lm_head is not None:
+            handles.append(lm_head.register_forward_pre_hook(drop_tokens))
+        output = model(**inputs, return_dict=True, output_hidden_states=False)
     finally:
         for handle in handles:
             handle.remove()
     if not kept:
         raise RuntimeError(
-            f"{type(language_model(model)).__name__} ran without calling its base_model or its "
-            "decoder, so there is no last hidden state to read values from. Such a model can't "
-            "have a value head here."
+            f"{type(base).__name__} ran without calling its base_model or its decoder, so there is "
+            "no last hidden state to read values from. Such a model can't have a value head here."
         )
     return output, kept.pop()
 

@@ -1,4 +1,4 @@
-"""Where a model's weights and its value head lie, on disk and on the hub."""
+"""Where the weights of a model and its value head lie, on disk and on the hub."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
+
+from trl_valuehead import _private_names
 
 HEAD_FILE = "v_head.safetensors"
 HEAD_PREFIX = "v_head."
@@ -123,8 +124,9 @@ class Checkpoint:
             config = AutoConfig.from_pretrained(self.name, **self.hub_options)
         # A `key_mapping` would do in neither version: 4.51 guesses the model's own prefix from the
         # names before it maps them, and 5 would map them back when the model is saved.
-        # The mapping is private (transformers 4.51 to 5.24), and auto classes load from names only.
-        model = parent_class._model_mapping[type(config)].from_pretrained(
+        # Past the auto class, which loads from names only.
+        model_class = getattr(parent_class, _private_names.MODEL_MAPPING)[type(config)]
+        model = model_class.from_pretrained(
             None, *model_args, config=config, state_dict=state, **options
         )
         if self.find("generation_config.json"):
@@ -132,17 +134,6 @@ class Checkpoint:
                 self.name, **self.hub_options
             )
         return model
-
-
-def save_head(state: Mapping[str, torch.Tensor], folder: str) -> None:
-    """Write the head into a file of its own."""
-    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
-    save_file(tensors, os.path.join(folder, HEAD_FILE), metadata={"format": "pt"})
-
-
-def remove_head_file(folder: str) -> None:
-    """A head of its own from an earlier save would win over the one in the model's file."""
-    Path(folder, HEAD_FILE).unlink(missing_ok=True)
 
 
 def _index_name(name: str, variant: str | None) -> str:

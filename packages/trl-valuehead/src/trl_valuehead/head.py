@@ -24,7 +24,7 @@ class ValueHead(nn.Module):
         v_head_initializer_range: The standard deviation for "normal".
 
     Raises:
-        ValueError: `config` names no hidden size, or `v_head_init_strategy` is unknown.
+        ValueError: `config` names no hidden size, or an option is out of range.
 
     Example:
         >>> from transformers import GPT2Config
@@ -42,10 +42,7 @@ class ValueHead(nn.Module):
         v_head_init_strategy: str | None = None,
         v_head_initializer_range: float = 0.2,
     ) -> None:
-        if v_head_init_strategy not in (None, "normal"):
-            raise ValueError(
-                f"v_head_init_strategy must be None or 'normal', not {v_head_init_strategy!r}."
-            )
+        check_options(summary_dropout_prob, v_head_init_strategy, v_head_initializer_range)
         hidden_size = _hidden_size(config)
         super().__init__()
         if summary_dropout_prob is None:
@@ -61,6 +58,24 @@ class ValueHead(nn.Module):
         """Values of shape (batch, tokens, 1) for hidden states of (batch, tokens, hidden)."""
         weight = self.summary.weight
         return self.summary(self.dropout(hidden_states).to(weight.device, weight.dtype))
+
+
+def check_options(
+    summary_dropout_prob: float | None = None,
+    v_head_init_strategy: str | None = None,
+    v_head_initializer_range: float = 0.2,
+) -> None:
+    """Raise ValueError unless a head can be built with these options of `ValueHead`."""
+    if summary_dropout_prob is not None and not 0 <= summary_dropout_prob <= 1:
+        raise ValueError(f"summary_dropout_prob must be from 0 to 1, not {summary_dropout_prob!r}.")
+    if v_head_init_strategy not in (None, "normal"):
+        raise ValueError(
+            f"v_head_init_strategy must be None or 'normal', not {v_head_init_strategy!r}."
+        )
+    if v_head_initializer_range < 0:
+        raise ValueError(
+            f"v_head_initializer_range must be 0 or more, not {v_head_initializer_range!r}."
+        )
 
 
 def _hidden_size(config: PretrainedConfig) -> int:

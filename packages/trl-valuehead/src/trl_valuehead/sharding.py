@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-# DeepSpeed's mark on a ZeRO-3 parameter; private, there in 0.16.4 to 0.19.8.
-_ZERO3_MARK = "ds_id"
+from trl_valuehead._private_names import ZERO3_PARAMETER_MARK
 
 
 def writable(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -18,7 +17,7 @@ def writable(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
     Collective if one of them is a ZeRO-3 parameter: every rank must enter.
     """
     parameters = list(parameters)
-    if not any(hasattr(parameter, _ZERO3_MARK) for parameter in parameters):
+    if not any(hasattr(parameter, ZERO3_PARAMETER_MARK) for parameter in parameters):
         return nullcontext()
     import deepspeed
 
@@ -27,7 +26,7 @@ def writable(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
 
 def is_partitioned(model: nn.Module) -> bool:
     """Whether ZeRO-3 parameters of `model` are in pieces now."""
-    return any(hasattr(p, _ZERO3_MARK) and p.numel() == 0 for p in model.parameters())
+    return any(hasattr(p, ZERO3_PARAMETER_MARK) and p.numel() == 0 for p in model.parameters())
 
 
 def has_shards(state_dict: Mapping[str, Any]) -> bool:
