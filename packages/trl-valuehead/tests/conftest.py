@@ -4,13 +4,24 @@ import pytest
 import torch
 from transformers import (
     BartConfig,
+    BartForCausalLM,
     BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
     BertModel,
+    BloomConfig,
+    BloomForCausalLM,
     EncoderDecoderModel,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -19,6 +30,10 @@ from transformers import (
     MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -26,16 +41,37 @@ from transformers import (
 TOKENS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def llama(**changes):
+BART_SIZES = TOKENS | {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+
+
+def like_llama(config_class, model_class, **changes):
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
         "max_position_embeddings": 64,
     }
-    return LlamaForCausalLM(LlamaConfig(**(sizes | TOKENS | changes)))
+    return model_class(config_class(**(sizes | TOKENS | changes)))
+
+
+def llama(**changes):
+    return like_llama(LlamaConfig, LlamaForCausalLM, num_key_value_heads=1, **changes)
+
+
+def mixtral():
+    return like_llama(MixtralConfig, MixtralForCausalLM, num_key_value_heads=1, num_local_experts=2)
 
 
 def gpt2(**changes):
@@ -65,21 +101,6 @@ def mamba():
     )
 
 
-def mixtral():
-    return MixtralForCausalLM(
-        MixtralConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_local_experts=2,
-            max_position_embeddings=64,
-            **TOKENS,
-        )
-    )
-
-
 def t5(**changes):
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     return T5ForConditionalGeneration(
@@ -88,21 +109,7 @@ def t5(**changes):
 
 
 def bart():
-    return BartForConditionalGeneration(
-        BartConfig(
-            d_model=16,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_position_embeddings=64,
-            decoder_start_token_id=2,
-            forced_eos_token_id=None,
-            **TOKENS,
-        )
-    )
+    return BartForConditionalGeneration(BartConfig(**BART_SIZES))
 
 
 def bert_to_bert():
@@ -123,19 +130,94 @@ def bert_to_bert():
     return model
 
 
-CAUSAL = {"llama": llama, "gpt2": gpt2, "opt": opt, "mamba": mamba, "mixtral": mixtral}
+def bart_decoder():
+    """The decoder alone, without cross-attention: transformers 4 runs it without its body."""
+    return BartForCausalLM(BartConfig(**BART_SIZES, is_decoder=True, is_encoder_decoder=False))
+
+
+def gemma3():
+    """Text beside images: the width of the language model is in the configuration's text_config."""
+    text = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    vision = {
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=text | TOKENS,
+            vision_config=vision,
+            mm_tokens_per_image=4,
+            image_token_index=60,
+            boi_token_index=61,
+            eoi_token_index=62,
+        )
+    )
+
+
+def falcon():
+    return FalconForCausalLM(
+        FalconConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, **TOKENS)
+    )
+
+
+def bloom():
+    return BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=2, n_head=2, **TOKENS))
+
+
+def gpt_neox():
+    return like_llama(GPTNeoXConfig, GPTNeoXForCausalLM)
+
+
+def phi():
+    return like_llama(PhiConfig, PhiForCausalLM)
+
+
+def qwen2():
+    return like_llama(
+        Qwen2Config, Qwen2ForCausalLM, num_key_value_heads=1, tie_word_embeddings=True
+    )
+
+
+def gemma2():
+    """Scales its embeddings and caps its logits."""
+    return like_llama(Gemma2Config, Gemma2ForCausalLM, num_key_value_heads=1, head_dim=8)
+
+
+CAUSAL = {
+    builder.__name__: builder
+    for builder in (
+        *(llama, gpt2, opt, mamba, mixtral),
+        *(falcon, bloom, gpt_neox, phi, qwen2, gemma2, gemma3, bart_decoder),
+    )
+}
 SEQ2SEQ = {"t5": t5, "bart": bart, "bert_to_bert": bert_to_bert}
+
+
+def build_model(name, **changes):
+    """Build a model by its name here, the same weights each time, in eval mode."""
+    torch.manual_seed(0)
+    return (CAUSAL | SEQ2SEQ)[name](**changes).eval()
 
 
 @pytest.fixture
 def build():
-    """Builds a model by its name here, the same weights each time, in eval mode."""
+    return build_model
 
-    def build(name, **changes):
-        torch.manual_seed(0)
-        return (CAUSAL | SEQ2SEQ)[name](**changes).eval()
 
-    return build
+@pytest.fixture(params=CAUSAL | SEQ2SEQ)
+def any_model(request):
+    return build_model(request.param)
 
 
 @pytest.fixture

@@ -6,17 +6,20 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import GPT2Config, T5Config
+from transformers import (
+    BioGptForCausalLM,
+    GPT2Config,
+    RobertaPreLayerNormForCausalLM,
+    T5Config,
+)
 
 from trl_valuehead import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     ValueHead,
 )
-
-CAUSAL = ["llama", "gpt2", "opt", "mamba", "mixtral"]
-SEQ2SEQ = ["t5", "bart", "bert_to_bert"]
 
 
 def wrap(base, **options):
@@ -30,58 +33,126 @@ def wrap(base, **options):
 
 
 def hooks(model):
-    return {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    return {
+        name: len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for name, module in model.named_modules()
+    }
+
+
+def last_hidden_state(output):
+    states = output.get("decoder_hidden_states") or output.hidden_states
+    return states[-1]
+
+
+@pytest.fixture
+def arguments(any_model, input_ids, labels):
+    seq2seq = any_model.config.is_encoder_decoder
+    return {"input_ids": input_ids, "labels": labels if seq2seq else input_ids}
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", CAUSAL)
-def test_causal_equals_the_language_model_and_its_last_hidden_state(build, input_ids, name, train):
-    base = build(name)
-    model = wrap(base).train(train)
+def test_everything_equals_the_language_models_own(any_model, arguments, train):
+    model = wrap(any_model).train(train)
     torch.manual_seed(2)
-    logits, loss, value = model(input_ids, labels=input_ids)
+    logits, loss, value = model(**arguments)
     torch.manual_seed(2)
-    expected = base(input_ids, labels=input_ids, output_hidden_states=True)
+    expected = any_model(**arguments, output_hidden_states=True)
     assert torch.equal(logits, expected.logits)
     assert torch.equal(loss, expected.loss)
-    assert torch.equal(value, model.v_head(expected.hidden_states[-1]).squeeze(-1))
-    assert value.shape == input_ids.shape
+    assert torch.equal(value, model.v_head(last_hidden_state(expected)).squeeze(-1))
+    assert value.shape == arguments["labels"].shape
 
 
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", SEQ2SEQ)
-def test_seq2seq_equals_the_model_and_the_last_decoder_state(build, input_ids, labels, name, train):
-    base = build(name)
-    model = wrap(base).train(train)
-    torch.manual_seed(2)
-    logits, loss, value = model(input_ids, labels=labels)
-    torch.manual_seed(2)
-    expected = base(input_ids, labels=labels, output_hidden_states=True)
-    assert torch.equal(logits, expected.logits)
-    assert torch.equal(loss, expected.loss)
-    assert torch.equal(value, model.v_head(expected.decoder_hidden_states[-1]).squeeze(-1))
-    assert value.shape == labels.shape
+def without_labels(model, arguments):
+    """The same input without labels, from which an encoder-decoder makes its decoder's input."""
+    inputs = dict(arguments)
+    labels = inputs.pop("labels")
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    return inputs
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "t5", "bart"])
-def test_the_backbone_receives_the_value_loss_gradient(build, input_ids, labels, name):
-    base = build(name)
-    twin = copy.deepcopy(base)
-    model = wrap(base)
-    seq2seq = base.config.is_encoder_decoder
-    arguments = {"labels": labels} if seq2seq else {}
-    _, _, value = model(input_ids, **arguments)
+def test_values_alone_are_the_same_values_without_any_logits(any_model, arguments):
+    model = wrap(any_model)
+    inputs = without_labels(any_model, arguments)
+    sizes = []
+    head = any_model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
+    expected = model(**arguments)[2]
+    assert sizes.pop() > 0
+    logits, loss, value = model(**inputs, values_only=True)
+    assert (logits, loss) == (None, None)
+    assert torch.equal(value, expected)
+    assert sizes == [0]
+    handle.remove()
+    twin = copy.deepcopy(model)
     value.pow(2).mean().backward()
-    output = twin(input_ids, output_hidden_states=True, **arguments)
-    states = output.decoder_hidden_states if seq2seq else output.hidden_states
-    copy.deepcopy(model.v_head)(states[-1]).pow(2).mean().backward()
+    twin(**inputs)[2].pow(2).mean().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("option", ["labels", "logits_to_keep", "upcast_logits"])
+def test_values_alone_refuse_what_is_for_logits(build, input_ids, option):
+    with pytest.raises(ValueError, match="values_only computes no logits"):
+        wrap(build("llama"))(input_ids, values_only=True, **{option: 1})
+
+
+@pytest.mark.parametrize("model_class", [BioGptForCausalLM, RobertaPreLayerNormForCausalLM])
+def test_values_are_read_where_the_lm_head_reads_also_where_hidden_states_end_before(
+    input_ids, model_class
+):
+    """transformers 4 leaves the last norm of these two out of `hidden_states[-1]`."""
+    config = model_class.config_class(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        is_decoder=True,
+    )
+    base = model_class(config).eval()
+    torch.nn.init.normal_(base.get_output_embeddings().weight)
+    model = wrap(base)
+    output = base(input_ids, output_hidden_states=True)
+    state = base.base_model(input_ids)[0]
+    value = model(input_ids)[2]
+    assert torch.equal(value, model.v_head(state).squeeze(-1))
+    five = int(transformers.__version__.partition(".")[0]) >= 5
+    assert torch.equal(output.hidden_states[-1], state) == five
+
+
+def test_the_backbone_receives_the_value_loss_gradient(any_model, arguments):
+    twin = copy.deepcopy(any_model)
+    model = wrap(any_model)
+    model(**arguments)[2].pow(2).mean().backward()
+    state = last_hidden_state(twin(**arguments, output_hidden_states=True))
+    copy.deepcopy(model.v_head)(state).pow(2).mean().backward()
     checked = 0
-    for parameter, expected in zip(base.parameters(), twin.parameters(), strict=True):
+    for parameter, expected in zip(any_model.parameters(), twin.parameters(), strict=True):
         assert (parameter.grad is None) == (expected.grad is None)
         if expected.grad is not None:
             torch.testing.assert_close(parameter.grad, expected.grad)
             checked += bool(expected.grad.abs().sum() > 0)
     assert checked > 5
+
+
+def test_images_count_for_values_too(build):
+    base = build("gemma3")
+    for parameter in base.parameters():  # an image's projection starts as zeros
+        nn.init.normal_(parameter, std=0.1)
+    model = wrap(base)
+    inputs = {
+        "input_ids": torch.tensor([[61, 60, 60, 60, 60, 62, 5, 6]]),
+        "pixel_values": torch.ones(1, 3, 28, 28),
+    }
+    inputs["token_type_ids"] = (inputs["input_ids"] == 60).long()
+    output = base(**inputs, output_hidden_states=True)
+    value = model(**inputs)[2]
+    assert torch.equal(value, model.v_head(output.hidden_states[-1]).squeeze(-1))
+    inputs["pixel_values"] = -inputs["pixel_values"]
+    assert not torch.equal(model(**inputs)[2], value)
 
 
 def test_gradient_checkpointing_keeps_values_and_gradients(build, input_ids):
@@ -98,8 +169,10 @@ def test_gradient_checkpointing_keeps_values_and_gradients(build, input_ids):
     assert not checkpointed.is_gradient_checkpointing
 
 
-def test_only_the_last_hidden_state_is_kept_without_gradients(build, input_ids):
+@pytest.mark.parametrize("configured", [False, True])
+def test_only_the_last_hidden_state_is_kept_without_gradients(build, input_ids, configured):
     base = build("llama", num_hidden_layers=6)
+    base.config.output_hidden_states = configured
     model = wrap(base)
     states, alive = [], []
 
@@ -121,11 +194,12 @@ def test_no_hook_is_left(build, input_ids):
     base = build("llama")
     model = wrap(base)
     before = hooks(model)
-    model(input_ids)
-    assert hooks(model) == before
-    with pytest.raises(IndexError):
-        model(input_ids + 1000)
-    assert hooks(model) == before
+    for values_only in (False, True):
+        model(input_ids, values_only=values_only)
+        assert hooks(model) == before
+        with pytest.raises(IndexError):
+            model(input_ids + 1000, values_only=values_only)
+        assert hooks(model) == before
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])

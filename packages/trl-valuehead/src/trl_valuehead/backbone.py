@@ -25,13 +25,16 @@ def backbones(model: PreTrainedModel) -> list[nn.Module]:
     body: Any = model.base_model
     owners: list[Any] = [body, model]
     modules = [body, *(owner.get_decoder() for owner in owners if hasattr(owner, "get_decoder"))]
-    found: list[nn.Module] = []
+    # Llama 4's text model alone, in transformers 5, has a body that neither of them finds.
+    modules += [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    found: dict[nn.Module, None] = {}
     for module in modules:
-        if module is model or module is None:
+        # Some name the LM head itself their decoder.
+        if module is model or module is None or module is model.get_output_embeddings():
             continue
         whole = isinstance(module, PreTrainedModel) and module.can_generate()
-        found += backbones(module) if whole else [module]
-    return list(dict.fromkeys(found))
+        found |= dict.fromkeys(backbones(module) if whole else [module])
+    return list(found)
 
 
 def run_with_last_hidden_state(

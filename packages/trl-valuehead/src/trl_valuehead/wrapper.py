@@ -76,8 +76,7 @@ class PreTrainedModelWrapper(Loading, Saving):
         if values_only and (upcast_logits or kwargs.keys() & {"labels", "logits_to_keep"}):
             raise ValueError(
                 "values_only computes no logits and no loss: drop labels, logits_to_keep and "
-                "upcast_logits. A sequence-to-sequence model takes decoder_input_ids, which its "
-                "prepare_decoder_input_ids_from_labels(labels) makes."
+                "upcast_logits. An encoder-decoder model takes decoder_input_ids instead."
             )
         for name in ("return_dict", "output_hidden_states"):
             kwargs.pop(name, None)
