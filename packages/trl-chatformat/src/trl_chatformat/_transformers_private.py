@@ -1,0 +1,34 @@
+"""Private names of transformers' slow tokenizers: 4.51 to 5.24 have all of them."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken
+
+
+def respell(tokenizer: Any, tokens: Mapping[int, AddedToken]) -> Any:
+    """Copies a slow transformers tokenizer with other spellings of its added tokens.
+
+    Args:
+        tokenizer: A transformers tokenizer written in Python.
+        tokens: All added tokens by id, as the copy shall spell them.
+
+    Returns:
+        The copy, which shares the vocabulary with the original.
+    """
+    spelled = {token.content: tokens[i].content for i, token in _added_tokens(tokenizer).items()}
+    special = [spelled.get(text, text) for text in tokenizer.all_special_tokens]
+    result = copy.copy(tokenizer)
+    # Some classes let whatever is on this list through their pre-tokenization in one piece.
+    kind = type(tokenizer)
+    result.__class__ = type(kind.__name__, (kind,), {"all_special_tokens": special})
+    result._added_tokens_decoder = dict(tokens)
+    result._added_tokens_encoder = {token.content: i for i, token in tokens.items()}
+    result.tokens_trie = type(tokenizer.tokens_trie)()
+    result._update_trie()
+    return result
+
+
+def _added_tokens(tokenizer: Any) -> dict[int, AddedToken]:
+    return tokenizer._added_tokens_decoder
