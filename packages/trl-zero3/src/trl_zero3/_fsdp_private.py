@@ -10,10 +10,11 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from trl_zero3._torch_private import hook_entries
 from trl_zero3.memory import Size
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator, Iterable, Iterator
 
 STATE_FIELDS = ("_training_state",)
 GROUP_FIELDS = ("_training_state", "post_forward_mesh_info", "_reshard_after_forward_event")
@@ -100,6 +101,16 @@ def fsdp2_unshard(groups: list[Any]) -> None:
             groups[index - 1].wait_for_unshard()
     if groups:
         groups[-1].wait_for_unshard()
+
+
+def fsdp2_hook_entries(states: list[Any]) -> Iterator[tuple[dict[int, Any], int]]:
+    """Yield where the hooks sit that only gather; those of a policy that casts do more."""
+    for state in states:
+        policy = state._mp_policy
+        if policy.param_dtype is None and policy.output_dtype is None:
+            for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+                # Where modules share a group, one handle stands for all of their hooks.
+                yield from hook_entries(getattr(handle, "handles", [handle]))
 
 
 def fsdp2_reshard(groups: list[Any]) -> None:

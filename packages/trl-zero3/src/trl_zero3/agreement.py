@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from trl_zero3 import _c10d_private
+from trl_zero3 import _torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -40,7 +40,7 @@ def agreement_group(ranks: Sequence[int], device: torch.device) -> ProcessGroup 
         group = dist.new_group(
             list(ranks),
             backend="gloo",
-            timeout=_c10d_private.time_limit(device),
+            timeout=_torch_private.time_limit(device),
             use_local_synchronization=True,
         )
         assert isinstance(group, dist.ProcessGroup)  # this rank is one of them

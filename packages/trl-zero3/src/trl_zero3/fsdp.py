@@ -10,6 +10,7 @@ from torch.distributed import get_process_group_ranks
 
 from trl_zero3 import _fsdp_private as private
 from trl_zero3.agreement import agreement_group, ending_together
+from trl_zero3.hooks import suspended_entries
 from trl_zero3.memory import Launch, check_fits
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def unsharded(model: nn.Module, check_memory: bool = True) -> Generator[None]:
     with ending_together(ranks), private.fsdp2_idle(states, groups):
         try:
             private.fsdp2_unshard(sharded)
-            yield
+            with suspended_entries(private.fsdp2_hook_entries(states)):
+                yield
         finally:
             private.fsdp2_reshard(sharded)
 

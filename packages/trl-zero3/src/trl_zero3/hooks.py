@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trl_zero3 import _deepspeed_private as private
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
     from torch import nn
 
@@ -22,9 +22,9 @@ _REMOVED = "_trl_zero3_removed_hooks"
 class _HookStash:
     """Hooks that were taken off an engine, and where each belongs."""
 
-    def __init__(self, engine: object, offload: Any) -> None:
+    def __init__(self, entries: Iterable[tuple[dict[int, Any], int]]) -> None:
         self._places: dict[int, tuple[dict[int, Any], dict[int, Any], set[int]]] = {}
-        for dictionary, key in private.hook_entries(engine, offload):
+        for dictionary, key in entries:
             place = self._places.setdefault(id(dictionary), (dictionary, dict(dictionary), set()))
             place[2].add(key)
 
@@ -73,7 +73,14 @@ def suspended_hooks(engine: nn.Module) -> Generator[None]:
         raise ValueError(
             f"suspended_hooks takes a DeepSpeed engine at ZeRO stage 3, not {_describe(engine)}."
         )
-    stash = _HookStash(engine, offload)
+    with suspended_entries(private.hook_entries(engine, offload)):
+        yield
+
+
+@contextmanager
+def suspended_entries(entries: Iterable[tuple[dict[int, Any], int]]) -> Generator[None]:
+    """Run the body without these entries of hook dictionaries, then put them back."""
+    stash = _HookStash(entries)
     try:
         stash.take_off()
         yield
@@ -105,7 +112,7 @@ def remove_hooks(model: nn.Module) -> None:
         return
     for parameter in offload.module.parameters():
         parameter.ds_active_sub_modules.clear()
-    stash = _HookStash(model, offload)
+    stash = _HookStash(private.hook_entries(model, offload))
     setattr(offload, _REMOVED, stash)
     stash.take_off()
 

@@ -134,7 +134,11 @@ def _deepspeed(engine: nn.Module, gather: bool, check_memory: bool) -> Generator
     if offload is None:  # a stage that keeps parameters whole
         yield False
     elif gather:
-        with gathered(engine, check_memory=check_memory), suspended_hooks(engine):
+        with (
+            gathered(engine, check_memory=check_memory),
+            suspended_hooks(engine),
+            _deepspeed_private.plain_linears(offload.module),
+        ):
             yield False
     elif not _deepspeed_private.has_its_hooks(offload):
         if any(map(_deepspeed_private.is_missing, offload.module.parameters())):
