@@ -12,6 +12,7 @@ from torch import nn
 from trl_valuehead.backbone import run_with_last_hidden_state
 from trl_valuehead.checkpoints import Checkpoint
 from trl_valuehead.facade import ModelFacade
+from trl_valuehead.sharding import writable
 
 
 class RewardScoring(ModelFacade):
@@ -30,7 +31,7 @@ class RewardScoring(ModelFacade):
                 "reward_adapter needs a PEFT model: pass peft_config, or a model or checkpoint "
                 "with an adapter."
             )
-        _score_layer(adapter, cls.supported_rm_modules, token)
+        _score_weights(adapter, cls.supported_rm_modules, token)
 
     @classmethod
     def add_and_load_reward_modeling_adapter(
@@ -60,10 +61,14 @@ class RewardScoring(ModelFacade):
                 f"The model has an adapter {adapter_name!r} already: choose another name."
             )
         # Read first: a bad adapter leaves the model as it was.
-        score = _score_layer(adapter_model_id, cls.supported_rm_modules, token)
+        weights = _score_weights(adapter_model_id, cls.supported_rm_modules, token)
         model.load_adapter(
             adapter_model_id, adapter_name, is_trainable=False, **_hub_options(token)
         )
+        labels, hidden = weights["weight"].shape
+        score = nn.Linear(hidden, labels, bias="bias" in weights)
+        with writable(score.parameters()):
+            score.load_state_dict(weights)
         return score.to(dtype=model.dtype).requires_grad_(False)
 
     def compute_reward_score(
@@ -102,7 +107,9 @@ def _hub_options(token: str | bool | None) -> dict[str, Any]:
     return {} if token is None else {"token": token}
 
 
-def _score_layer(adapter: str, score_names: tuple[str, ...], token: str | bool | None) -> nn.Linear:
+def _score_weights(
+    adapter: str, score_names: tuple[str, ...], token: str | bool | None
+) -> dict[str, torch.Tensor]:
     checkpoint = Checkpoint(adapter, **_hub_options(token))
     state = {
         key.rpartition(".")[2]: tensor
@@ -114,10 +121,7 @@ def _score_layer(adapter: str, score_names: tuple[str, ...], token: str | bool |
             f"{checkpoint.name} holds no score layer ({', '.join(score_names)}): reward_adapter "
             "must be the adapter of a reward model, trained as a sequence classifier."
         )
-    labels, hidden = state["weight"].shape
-    score = nn.Linear(hidden, labels, bias="bias" in state)
-    score.load_state_dict(state)
-    return score
+    return state
 
 
 @contextmanager
