@@ -202,3 +202,44 @@ def test_training_resumes_from_accelerates_state(engine, tmp_path):
     ):
         assert not torch.equal(before, changed)
         torch.testing.assert_close(after, before)
+
+
+def train_values_alone_and_generate(accelerator):
+    """Losses of three steps on values without logits, and tokens, before and after the steps."""
+    import torch
+
+    from trl_zero3 import unwrap_model_for_generation
+
+    model = build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.arange(20).reshape(2, 10)
+
+    def generate():
+        with torch.no_grad(), unwrap_model_for_generation(model, accelerator) as unwrapped:
+            return unwrapped.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+    tokens, losses = [generate()], []
+    with torch.no_grad():
+        both, alone = model(ids)[2], model(ids, values_only=True)[2]
+    for _ in range(3):
+        if type(model).__name__ == "DistributedDataParallel":  # the LM head would go unused
+            logits, _, value = model(ids)
+            loss = (value - 1).pow(2).mean() + 0 * logits.sum()
+        else:
+            loss = (model(ids, values_only=True)[2] - 1).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [*tokens, generate()], both.equal(alone)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_values_alone_train_and_the_wrapper_generates_as_one_process_does(engine):
+    ((alone, tokens, _),) = run_on_ranks(train_values_alone_and_generate, engine="single")
+    assert alone[2] < alone[0]
+    for losses, generated, same in run_on_ranks(train_values_alone_and_generate, engine=engine):
+        assert losses == pytest.approx(alone, rel=1e-4)
+        assert all(one.equal(other) for one, other in zip(generated, tokens, strict=True))
+        assert same

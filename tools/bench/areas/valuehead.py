@@ -56,9 +56,10 @@ def contestants(dtype: torch.dtype, device: str) -> dict[str, Callable[[], list[
     }
 
 
-def measure(dtype: str, device: str) -> dict[str, dict[str, float]]:
+def measure(dtype: str) -> dict[str, dict[str, float]]:
     """Return by contestant the seconds of both passes and the storage of one without gradients."""
     torch.set_num_threads(os.cpu_count() or 1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     found = contestants(getattr(torch, dtype), device)
 
     def seconds(compute: Callable[[], list[torch.Tensor]], backward: bool) -> float:
