@@ -14,6 +14,9 @@ PRIVATE_USE = 0x100000  # the last plane of Unicode: 65,534 characters without a
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
+Located = tuple[list[int], list[tuple[int, int]]]
+
+
 class Backend(Protocol):
     """A copy of a tokenizer that spells its control tokens in secret."""
 
@@ -21,18 +24,21 @@ class Backend(Protocol):
     """How the copy spells each control token."""
 
     secret: str
-    """What all spellings begin with."""
+    """What all spellings have in them."""
+
+    unknown: int | None
+    """What the vocabulary makes of text that it lacks."""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Turns texts into ids."""
         ...
 
-    def locate(self, text: str, positions: Sequence[int]) -> list[tuple[int, int]]:
-        """Finds positions of a text among its ids.
+    def encode_and_locate(self, text: str, positions: Sequence[int]) -> Located:
+        """Turns a text into ids, and finds positions of the text among them.
 
         Returns:
-            For each position, the number of tokens that end at it or before it, and the number of
-            those that begin before it; they differ where a token stretches across it.
+            The ids, and for each position the number of tokens that end at it or before it, and of
+            those that begin before it; the two differ where a token stretches across it.
         """
         ...
 
@@ -68,6 +74,19 @@ def read_named_tokens(tokenizer: Any) -> dict[str, str | None]:
     return {name: None if token is None else str(token) for name, token in found.items()}
 
 
+def read_beginning_tokens(tokenizer: Any) -> list[int]:
+    """Lists the tokens that a tokenizer puts before a text."""
+    fast = find_fast_backend(tokenizer)
+    if fast is None:
+        text = [-1]  # an id that no token has
+        whole = list(tokenizer.build_inputs_with_special_tokens(text))
+    else:
+        text = fast.encode("a", add_special_tokens=False).ids
+        whole = fast.encode("a").ids
+    starts = range(len(whole) - len(text) + 1)
+    return whole[: next(i for i in starts if whole[i : i + len(text)] == text)]
+
+
 def make_backend(tokenizer: Any, control: Collection[int]) -> Backend:
     """Copies a tokenizer so that no text spells a control token.
 
@@ -90,6 +109,8 @@ def make_backend(tokenizer: Any, control: Collection[int]) -> Backend:
         >>> backend = make_backend(tokenizer, {0, 2})
         >>> backend.encode(["hi", "<s>", backend.spellings[2] + "hi"])
         [[1], [0], [2, 1]]
+        >>> backend.encode_and_locate("hi" + backend.spellings[2], [0, 1, 2])
+        ([1, 2], [(0, 0), (0, 1), (1, 1)])
     """
     added = read_added_tokens(tokenizer)
     secret = "".join(chr(PRIVATE_USE + secrets.randbelow(0xFFFE)) for _ in range(4))
@@ -155,6 +176,7 @@ class FastBackend:
         _rename(state["model"], renamed)
         state |= {"truncation": None, "padding": None, "post_processor": None}
         self._tokenizer = Tokenizer.from_str(json.dumps(state))
+        self.unknown = _find_unknown(state["model"], self._tokenizer)
         wrong = [c for c, s in renamed.items() if contents.get(self._tokenizer.token_to_id(s)) != c]
         if wrong:
             raise ValueError(
@@ -166,11 +188,12 @@ class FastBackend:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def locate(self, text: str, positions: Sequence[int]) -> list[tuple[int, int]]:
-        offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
+    def encode_and_locate(self, text: str, positions: Sequence[int]) -> Located:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        offsets = encoding.offsets
         starts = [start for start, _ in offsets]
         ends = [end for _, end in offsets]
-        return [(bisect_right(ends, p), bisect_left(starts, p)) for p in positions]
+        return encoding.ids, [(bisect_right(ends, p), bisect_left(starts, p)) for p in positions]
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
@@ -188,6 +211,12 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["merges"] = [pair for pair in pairs if not _touches(pair, names)]
 
 
+def _find_unknown(model: Mapping[str, Any], tokenizer: Tokenizer) -> int | None:
+    if model.get("unk_token") is not None:
+        return tokenizer.token_to_id(model["unk_token"])
+    return model.get("unk_id")
+
+
 def _touches(pair: Sequence[str], names: Mapping[str, str]) -> bool:
     left, right = pair
     return left + right in names or left in names or right in names
@@ -200,6 +229,7 @@ class SlowBackend:
         self._tokenizer = tokenizer
         self.spellings = spellings
         self.secret = secret
+        self.unknown: int | None = tokenizer.unk_token_id
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [self._encode(text) for text in texts]
@@ -207,7 +237,7 @@ class SlowBackend:
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenizer.convert_tokens_to_ids(self._tokenizer.tokenize(text))
         # Text that the vocabulary lacks becomes the unknown token, as it must.
-        for token in self.spellings.keys() & set(ids) - {self._tokenizer.unk_token_id}:
+        for token in self.spellings.keys() & set(ids) - {self.unknown}:
             if ids.count(token) != text.count(self.spellings[token]):
                 raise ValueError(
                     f"{type(self._tokenizer).__name__} turns ordinary text into the control token "
@@ -215,7 +245,7 @@ class SlowBackend:
                 )
         return ids
 
-    def locate(self, text: str, positions: Sequence[int]) -> list[tuple[int, int]]:
+    def encode_and_locate(self, text: str, positions: Sequence[int]) -> Located:
         # A text's beginning that is encoded as the whole is ends between two tokens.
         ids = self._encode(text)
 
@@ -226,4 +256,4 @@ class SlowBackend:
         def first(ends: Iterable[int]) -> int:
             return next(n for end in ends if (n := count(end)) is not None)
 
-        return [(first(range(p, -1, -1)), first(range(p, len(text) + 1))) for p in positions]
+        return ids, [(first(range(p, -1, -1)), first(range(p, len(text) + 1))) for p in positions]

@@ -69,7 +69,7 @@ class ControlTokens:
 def choose_control_tokens(
     added: Mapping[int, AddedToken],
     named: Mapping[str, str | None],
-    template: str | None,
+    templates: Iterable[str] = (),
     more: Collection[str] = (),
 ) -> set[int]:
     """Says which added tokens are control tokens.
@@ -80,7 +80,7 @@ def choose_control_tokens(
     Args:
         added: All added tokens of the tokenizer by id.
         named: The texts of its named tokens, such as "eos_token".
-        template: The chat template, if there is one.
+        templates: The chat templates, if there are any.
         more: Texts of other added tokens.
 
     Returns:
@@ -92,9 +92,9 @@ def choose_control_tokens(
 
     Example:
         >>> added = {5: AddedToken("<s>", special=True), 6: AddedToken("<think>")}
-        >>> sorted(choose_control_tokens(added, {}, "{{ bos_token + '<think>' }}"))
+        >>> sorted(choose_control_tokens(added, {}, ["{{ bos_token + '<think>' }}"]))
         [5, 6]
-        >>> sorted(choose_control_tokens(added, {}, "{{ bos_token }}"))
+        >>> sorted(choose_control_tokens(added, {}, ["{{ bos_token }}"]))
         [5]
     """
     ids = {token.content: i for i, token in added.items()}
@@ -106,7 +106,7 @@ def choose_control_tokens(
                 f"The {what} is not an added token of the tokenizer, so that its text can't be "
                 "told from any other. Add it to the tokenizer as a special token first."
             )
-    literals = _read_literals(template) if template else ()
+    literals = [literal for template in templates for literal in _read_literals(template)]
     return {
         i
         for content, i in ids.items()

@@ -1,0 +1,140 @@
+"""From messages to text that is ready to be encoded, and marked, piece by piece."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+from trl_chatformat.backends import read_added_tokens, read_named_tokens
+from trl_chatformat.control_tokens import Found
+from trl_chatformat.conversations import Conversation
+from trl_chatformat.encoder import Script, make_encoder
+from trl_chatformat.placing import Run, cut
+from trl_chatformat.rendering import render_chat
+from trl_chatformat.safety import Neutralised, Trust, find_written
+
+TrainOn = Literal["all", "last"] | Callable[[int, Mapping[str, Any]], bool]
+
+
+class WrittenChat(NamedTuple):
+    """A rendered conversation, ready to be encoded."""
+
+    text: str
+    script: Script
+    neutralised: list[Neutralised]
+    messages: Sequence[Mapping[str, Any]]
+
+
+class Writer:
+    """Renders conversations under the same settings, those of `encode_chat`."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template: str | None = None,
+        generation_config: Any = None,
+        stop_tokens: Collection[str | int] = (),
+        control_tokens: Collection[str] = (),
+        trust: Trust = None,
+        train_on: TrainOn = "all",
+        include_trailing: bool = False,
+        **rendering: Any,
+    ) -> None:
+        self.truncation_side: str = getattr(tokenizer, "truncation_side", "right")
+        own = getattr(tokenizer, "chat_template", None)
+        self._template = own if chat_template is None else chat_template
+        named = read_named_tokens(tokenizer)
+        self.trust = trust
+        self._rendering = {k: v for k, v in named.items() if v is not None} | rendering
+        stops = read_stop_tokens(tokenizer, generation_config, stop_tokens)
+        templates = _list_templates(self._template)
+        self.encoder, ids = make_encoder(tokenizer, templates, stops, control_tokens)
+        self._stops = set(ids.values())
+        self.eos = ids.get(named["eos_token"] or "")
+
+    def write(self, conversation: Conversation, **changes: Any) -> WrittenChat:
+        """Renders a conversation, under settings of rendering that may differ.
+
+        Raises:
+            ValueError: The template refuses it, or text of unknown origin spells a control token.
+        """
+        messages, tools = conversation
+        rendered = render_chat(self._template, messages, tools=tools, **self._rendering | changes)
+        text, spans = rendered.text, rendered.spans
+        found, neutralised = find_written(self.encoder.control, text, spans, self.trust)
+        runs = [Run(s.start, s.end, _get_message(s.origin), s.origin) for s in spans]
+        trained = []
+        stops = [f for f in found if f.token in self._stops]
+        pieces = cut(text, runs, trained, found, list(find_turn_ends(runs, stops)))
+        return WrittenChat(text, self.encoder.write(pieces), neutralised, messages)
+
+
+def _list_templates(template: str | Mapping[str, str] | None) -> list[str]:
+    if template is None:
+        return []
+    return [template] if isinstance(template, str) else list(template.values())
+
+
+def _get_message(origin: Any) -> int:
+    return -1 if origin is None or origin.message is None else origin.message
+
+
+def find_turn_ends(runs: Sequence[Run], stops: Sequence[Found]) -> Iterator[tuple[int, int]]:
+    """Finds the stop token of each message's turn: the first one between it and the next message.
+
+    Args:
+        runs: Where the text's characters come from.
+        stops: The stop tokens that the template wrote, in order.
+
+    Returns:
+        Where each begins, and the message.
+    """
+    own = [run for run in runs if run.message >= 0]
+    position = 0
+    for run, following in pairwise([*own, None]):
+        if following is not None and following.message == run.message:
+            continue
+        while position < len(stops) and stops[position].start < run.end:
+            position += 1
+        before = following.start if following is not None else float("inf")
+        if position < len(stops) and stops[position].start < before:
+            yield stops[position].start, run.message
+
+
+def read_stop_tokens(
+    tokenizer: Any, generation_config: Any = None, more: Collection[str | int] = ()
+) -> list[str]:
+    """Lists the tokens that end turns.
+
+    Args:
+        tokenizer: Whose eos token is one, if it has one.
+        generation_config: An object or a dict with `eos_token_id`, one or several, or None.
+        more: Texts or ids.
+
+    Returns:
+        Their texts.
+
+    Raises:
+        ValueError: An id is not that of an added token.
+    """
+    if isinstance(generation_config, Mapping):
+        ids = generation_config.get("eos_token_id")
+    else:
+        ids = getattr(generation_config, "eos_token_id", None)
+    given = [
+        read_named_tokens(tokenizer)["eos_token"],
+        *(ids if isinstance(ids, Sequence) else [ids]),
+        *more,
+    ]
+    added = read_added_tokens(tokenizer)
+    texts = []
+    for token in given:
+        if isinstance(token, int):
+            if token not in added:
+                raise ValueError(
+                    f"The stop token {token} is not the id of an added token of the tokenizer."
+                )
+            token = added[token].content
+        if token is not None:
+            texts.append(token)
+    return list(dict.fromkeys(texts))
