@@ -146,6 +146,31 @@ def test_a_set_up_generates_like_the_plain_model_and_trains_as_if_it_had_not(
             assert inside == [{}] * STEPS
 
 
+def generate_compiled(accelerator):
+    import torch
+
+    from tools.rails.snapshots import differences, engine_snapshot
+    from trl_zero3 import unwrap, unwrap_model_for_generation
+
+    model, _ = prepared(accelerator, tiny_model())
+    compiled = torch.compile(model, backend="eager")
+    with unwrap_model_for_generation(compiled, accelerator) as unwrapped:
+        assert unwrapped is unwrap(model)
+        assert greedy(unwrapped) == greedy(tiny_model())
+    before = engine_snapshot(model)
+    with (
+        unwrap_model_for_generation(compiled, accelerator) as unwrapped,
+        CountCollectives() as collectives,
+    ):
+        greedy(unwrapped)
+    return differences(before, engine_snapshot(model)), dict(collectives.counts)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_a_compiled_engine_is_unwrapped_through_both(engine):
+    assert run_on_ranks(generate_compiled, engine=engine) == [([], {}), ([], {})]
+
+
 def tensor_parallel(mesh, model):
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

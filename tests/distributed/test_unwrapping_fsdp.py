@@ -71,6 +71,44 @@ def test_a_layer_that_raises_while_generating_leaves_training_as_it_was(engine, 
     assert results == run_on_ranks(train, engine=engine, use_orig_params=use_orig_params)
 
 
+def train_after_a_forward_that_raised(accelerator, generate):
+    import torch
+
+    from tools.rails.snapshots import differences, engine_snapshot
+    from trl_zero3 import unwrap_model_for_generation
+
+    model, optimizer = prepared(accelerator, tiny_model())
+    with unwrap_model_for_generation(model, accelerator) as inside:
+        expected = greedy(inside)
+    layers = model.model.layers
+    with (
+        pytest.raises(KeyError),
+        layers[1].mlp.register_forward_hook(raising(KeyError, at=1)),
+    ):
+        model(input_ids=torch.arange(3, 9).reshape(2, 3))
+    if generate:
+        if accelerator.state.fsdp_plugin.fsdp_version == 1:
+            with unwrap_model_for_generation(model, accelerator) as inside:
+                greedy(inside)  # what that forward left whole becomes shards again
+        before = engine_snapshot(model)
+        for _ in range(2):
+            with unwrap_model_for_generation(model, accelerator) as inside:
+                assert greedy(inside) == expected
+            changed = differences(before, engine_snapshot(model))
+            assert not changed, changed
+    try:
+        return [train_step(accelerator, model, optimizer, seed=step) for step in range(3)]
+    except Exception as error:  # what the engine makes of it by itself
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_after_a_training_forward_that_raised_half_way_nothing_is_changed(engine):
+    results = run_on_ranks(train_after_a_forward_that_raised, engine=engine, generate=True)
+    alone = run_on_ranks(train_after_a_forward_that_raised, engine=engine, generate=False)
+    assert results == alone
+
+
 def generate_in_bf16(accelerator):
     import torch
 
@@ -197,14 +235,19 @@ def missing_private_names(accelerator):
             (state._comm_ctx, "all_gather_state post_forward_order"),
             (groups[0], "_training_state post_forward_mesh_info _reshard_after_forward_event"),
             (groups[0], "_post_forward_indices is_sharded is_sharded_post_forward unshard"),
-            (groups[0], "wait_for_unshard _to_sharded"),
+            (groups[0], "wait_for_unshard _to_sharded mesh_info fsdp_params mp_policy device"),
+            (groups[0].fsdp_params[0], "_orig_size fsdp_placement sharded_param offload_to_cpu"),
+            (groups[0].fsdp_params[0], "_unsharded_param"),
+            (state, "_mp_policy _pre_forward_hook_handle _post_forward_hook_handle"),
         ]
     else:
         from torch.distributed.fsdp import _runtime_utils
 
         wanted = [
             (_runtime_utils, "_lazy_init _reshard"),
-            (model, "_all_fsdp_states _handle _exec_order_data training_state"),
+            (model, "_all_fsdp_states _handle _exec_order_data training_state process_group"),
+            (model._handle, "world_size flat_param _offload_params device"),
+            (model._handle.flat_param, "_unpadded_unsharded_size"),
             (model._handle, "_training_state _needs_pre_forward_unshard needs_unshard"),
             (model._handle, "_post_forward_index _pre_forward_order_index"),
             (model._exec_order_data, "handles_post_forward_order handles_pre_forward_order"),

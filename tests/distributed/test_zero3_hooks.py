@@ -167,6 +167,7 @@ def test_external_parameters_follow_a_modules_own():
 
 def missing_private_names(accelerator):
     import deepspeed
+    import torch
     from packaging.version import Version
 
     model, _ = engine_with_hooks(accelerator, steps=1)
@@ -174,15 +175,17 @@ def missing_private_names(accelerator):
     coordinator = offload.get_param_coordinator()
     parameter = next(model.module.parameters())
     prefix = "_PartitionedParameterCoordinator__"
-    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
+    assert torch.nn.functional.linear.__module__ == "deepspeed.runtime.zero.linear"
     wanted = [
         (offload, "forward_hooks backward_hooks module param_coordinator get_param_coordinator"),
         (coordinator, "_clean_inflight_param_registry _clear_trace_structures _invalidate_trace"),
         (coordinator, f"is_invalid_trace is_record_trace {prefix}n_available_params"),
         (parameter, "ds_id ds_status ds_numel ds_active_sub_modules is_external_param ds_tensor"),
-        (parameter, "all_gather_coalesced partition ds_zero_param_process_group nvme_swapper"),
+        (parameter, "ds_shape ds_process_group nvme_swapper"),
         (parameter_offload, "FWD_MODULE_STACK"),
+        (partition_parameters, "free_param"),
         (model.module, "ds_id applied_pre_backward_ref_cnt ds_grads_remaining"),
         (model.module, "pre_bwd_fn post_bwd_fn"),
         (model.module._parameters, "_in_forward"),
@@ -190,7 +193,7 @@ def missing_private_names(accelerator):
     if Version(deepspeed.__version__) >= Version("0.19.8"):
         wanted += [
             (offload, "fwd_pre_hook"),
-            (model, "module_forward_pre_hook module_forward_post_hook"),
+            (model, "module_forward_pre_hook module_forward_post_hook _deepcompile_active"),
         ]
     missing = [
         f"{type(owner).__name__}.{name}"

@@ -218,3 +218,15 @@ def test_a_peft_model_stays_one(model):
         assert inside is adapted
         assert generate(inside).equal(expected)
     assert model.generation_config is config
+
+
+def test_torch_still_has_the_private_names_that_are_used(process_group):
+    from torch.distributed import distributed_c10d
+
+    assert hasattr(distributed_c10d, "_coalescing_manager")
+    backend = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    assert backend.options._timeout.total_seconds() > 0
+    assert torch._C._nn.linear is torch.nn.functional.linear
+    handle = nn.Linear(2, 2).register_forward_pre_hook(print, with_kwargs=True)
+    assert handle.hooks_dict_ref is not None
+    assert len(handle.extra_dict_ref) == 1
