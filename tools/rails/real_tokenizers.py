@@ -1,6 +1,6 @@
 """Real tokenizers of several kinds, from the data packages or trained on the spot, with templates.
 
-Each is a fast tokenizer of transformers with a chat template; `ENCODERS` lists them by name.
+Each is a fast tokenizer of transformers with a chat template; `KINDS` lists them by name.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
-import real_data
 from tokenizers import (
     AddedToken,
     Regex,
@@ -22,6 +22,11 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+from tools.rails.environments import ROOT
+
+sys.path.append(str(ROOT / "packages" / "trl-models" / "examples"))
+import real_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

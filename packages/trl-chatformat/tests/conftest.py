@@ -98,6 +98,15 @@ def backend_and_names(request):
     return make(), dict(names)
 
 
+@pytest.fixture(params=[*sorted(BACKENDS), "slow"])
+def any_tokenizer(request):
+    """A transformers tokenizer of each kind."""
+    if request.param == "slow":
+        return ByT5Tokenizer(extra_ids=3)
+    make, names = BACKENDS[request.param]
+    return PreTrainedTokenizerFast(tokenizer_object=make(), **names)
+
+
 @pytest.fixture
 def byte_level():
     return make_byte_level_backend()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from trl_chatformat.backends import read_beginning_tokens
 from trl_chatformat.conversations import read_conversation, read_rows
 from trl_chatformat.encoder import Script, Tokens
-from trl_chatformat.placing import NOTHING, Mark, Piece, Run, cut
+from trl_chatformat.placing import Mark, Piece, Run, cut
 from trl_chatformat.safety import is_trusted
 from trl_chatformat.scripts import Writer
 from trl_chatformat.truncating import Side, check_truncation, choose_part
@@ -78,7 +78,10 @@ def encode_completions(
         name: [] for name in ("prompt_ids", *outputs, "neutralised", "truncated")
     }
     for answers in written:
-        pairs = {name: (next(tokens), next(tokens)) for name in answers}
+        pairs = {
+            name: (answer.begin(next(tokens)), answer.begin(next(tokens)))
+            for name, answer in answers.items()
+        }
         end = min(_count_common(prompt.ids, whole.ids) for prompt, whole in pairs.values())
         wholes = {name: whole for name, (_, whole) in pairs.items()}
         kept = [_choose(writer, whole, max_length, side) for whole in wholes.values()]
@@ -111,6 +114,13 @@ class _Answer(NamedTuple):
     prompt: Script
     whole: Script
     neutralised: int
+    beginning: Sequence[int] = ()  # not written, or a text would not begin where it does
+
+    def begin(self, tokens: Tokens) -> Tokens:
+        """Puts the beginning tokens first."""
+        ids, masks, messages = tokens
+        begin = self.beginning
+        return Tokens([*begin, *ids], [0] * len(begin) + masks, [-1] * len(begin) + messages)
 
 
 class _AnswerWriter:
@@ -137,15 +147,15 @@ class _AnswerWriter:
 
     def _write_text(self, prompt: str, answer: str, name: str) -> _Answer:
         encoder, eos = self._writer.encoder, self._writer.eos
-        before = [Piece("", token, NOTHING) for token in self._beginning]
         first, first_count = self._cut(prompt, "prompt", trained=False)
         second, second_count = self._cut(answer, name, trained=True)
         if eos is not None and not (second and second[-1].token == eos):
             second.append(Piece("", eos, Mark(-1, True)))
         return _Answer(
-            encoder.write([*before, *first]),
-            encoder.write([*before, *first, *second]),
+            encoder.write(first),
+            encoder.write([*first, *second]),
             first_count + second_count,
+            self._beginning,
         )
 
     def _cut(self, text: str, field: str, trained: bool) -> tuple[list[Piece], int]:

@@ -12,6 +12,10 @@ from tokenizers import AddedToken
 # Entries through which a model spells bytes that it has no token for: data, whatever their flags.
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 WORD = re.compile(r"\w")
+ROLES = (
+    *("assistant", "bot", "developer", "environment", "function", "gpt", "human", "ipython"),
+    *("model", "observation", "system", "tool", "user"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,19 @@ class ControlTokens:
             What was found, in order.
         """
         return list(self._find(text, start, len(text) if end is None else end))
+
+    def replace(self, text: str, spellings: Mapping[int, str]) -> str:
+        """Spells the control tokens that are found in a text differently."""
+
+        def spell(match: re.Match[str]) -> str:
+            token = self._ids.get(match[0])
+            if token is None or (
+                token in self._single_words and not _stands_alone(text, *match.span())
+            ):
+                return match[0]
+            return spellings[token]
+
+        return self._pattern.sub(spell, text)
 
     def _find(self, text: str, start: int, end: int) -> Iterator[Found]:
         for match in self._pattern.finditer(text, start, end):
@@ -143,10 +160,10 @@ def _writes(literals: Iterable[str], content: str) -> bool:
     if any(content in literal for literal in literals):
         return True
     # Several families write '<|' + role + '|>'.
-    match = re.fullmatch(r"([^\w-]+)[A-Za-z0-9_-]+([^\w-]+)", content)
-    return match is not None and (
-        any(literal.endswith(match[1]) for literal in literals)
-        and any(literal.startswith(match[2]) for literal in literals)
+    before, _, after = next((content.partition(r) for r in ROLES if r in content), ("", "", ""))
+    return bool(before and after) and (
+        any(literal.endswith(before) for literal in literals)
+        and any(literal.startswith(after) for literal in literals)
     )
 
 

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trl_chatformat.control_tokens import Found
 
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     text: str
     token: int | None
     mark: Mark
-    source: object = None
+    source: Any = None
 
 
 class Run(NamedTuple):
@@ -34,7 +34,7 @@ class Run(NamedTuple):
     start: int
     end: int
     message: int
-    source: object = None
+    source: Any = None
 
 
 def cut(

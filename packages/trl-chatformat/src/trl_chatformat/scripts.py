@@ -1,6 +1,6 @@
 """From messages to text that is ready to be encoded, and marked, piece by piece."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -8,8 +8,9 @@ from trl_chatformat.backends import read_added_tokens, read_named_tokens
 from trl_chatformat.control_tokens import Found
 from trl_chatformat.conversations import Conversation
 from trl_chatformat.encoder import Script, make_encoder
+from trl_chatformat.layouts import MOST, Layout, read_shape
 from trl_chatformat.placing import Run, cut
-from trl_chatformat.rendering import render_chat
+from trl_chatformat.rendering import render_chat, render_text
 from trl_chatformat.safety import Neutralised, Trust, find_written
 
 TrainOn = Literal["all", "last"] | Callable[[int, Mapping[str, Any]], bool]
@@ -47,6 +48,7 @@ class Writer:
         self.trust = trust
         self._rendering = {k: v for k, v in named.items() if v is not None} | rendering
         stops = read_stop_tokens(tokenizer, generation_config, stop_tokens)
+        self._layouts: dict[Hashable, list[Layout]] = {}
         templates = _list_templates(self._template)
         self.encoder, ids = make_encoder(tokenizer, templates, stops, control_tokens)
         self._stops = set(ids.values())
@@ -58,6 +60,28 @@ class Writer:
         Raises:
             ValueError: The template refuses it, or text of unknown origin spells a control token.
         """
+        known = None if changes else self._write_known(conversation)
+        return known or self._trace(conversation, changes)
+
+    def _write_known(self, conversation: Conversation) -> WrittenChat | None:
+        messages, tools = conversation
+        shape = None if tools else read_shape(messages)
+        layouts = shape and self._layouts.get(shape.key)
+        if shape is None or not layouts:
+            return None
+        text = render_text(self._template, messages, tools=tools, **self._rendering)
+        backend = self.encoder.backend
+        if backend.secret in text:
+            return None
+        spelled = self.encoder.control.replace(text, backend.spellings)
+        texts = shape.texts
+        layout = next((known for known in layouts if known.spell(texts) == spelled), None)
+        if layout is None:
+            return None
+        script = Script(spelled, layout.steps, lambda: layout.fill(texts))
+        return WrittenChat(text, script, [], messages)
+
+    def _trace(self, conversation: Conversation, changes: Mapping[str, Any]) -> WrittenChat:
         messages, tools = conversation
         rendered = render_chat(self._template, messages, tools=tools, **self._rendering | changes)
         text, spans = rendered.text, rendered.spans
@@ -66,7 +90,14 @@ class Writer:
         trained = []
         stops = [f for f in found if f.token in self._stops]
         pieces = cut(text, runs, trained, found, list(find_turn_ends(runs, stops)))
-        return WrittenChat(text, self.encoder.write(pieces), neutralised, messages)
+        script = self.encoder.write(pieces)
+        shape = read_shape(messages)
+        if not changes and not tools and not neutralised and shape is not None:
+            layout = Layout.read(pieces, script.steps, shape.texts, self.encoder.spell)
+            known = self._layouts.setdefault(shape.key, [])
+            if layout is not None and len(known) < MOST:
+                known.append(layout)
+        return WrittenChat(text, script, neutralised, messages)
 
 
 def _list_templates(template: str | Mapping[str, str] | None) -> list[str]:
