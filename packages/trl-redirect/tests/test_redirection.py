@@ -267,6 +267,27 @@ def test_threads_that_share_a_module_each_get_their_own_result(model):
     assert "forward" not in model.__dict__
 
 
+class Unwalkable(Double):
+    """Refuses to be walked: engines wrap models of many thousand modules."""
+
+    def refuse(self, *args, **kwargs):
+        raise AssertionError("walked")
+
+    named_modules = modules = children = named_children = refuse
+    named_parameters = parameters = named_buffers = buffers = state_dict = apply = refuse
+
+
+def test_no_module_is_walked(x):
+    class Outer(Unwalkable):
+        def forward(self, x):
+            return self.module(x)
+
+    model, outer = Unwalkable(), Outer()
+    outer.module = model
+    assert torch.equal(redirect(outer, model, square, x), x * x)
+    assert torch.equal(trl_redirect.redirect(outer, square, x), x * x)
+
+
 class Engine(nn.Module):
     def __init__(self, module):
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,54 +38,67 @@ def backbones(model: PreTrainedModel) -> list[nn.Module]:
     return list(found)
 
 
-def run_with_last_hidden_state(
-    model: Any, *, skip_lm_head: bool = False, **inputs: Any
+def run_with_head(
+    model: Any,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    skip_lm_head: bool = False,
+    **inputs: Any,
 ) -> tuple[Any, torch.Tensor]:
-    """`model(**inputs)`, and the last hidden state (batch, tokens, hidden) that it computed.
+    """`model(**inputs)`, and what `head` makes of the last hidden state (batch, tokens, hidden).
 
-    Of a body and the decoder in it, the body's comes last and counts. Nothing else of their output
-    is kept alive, and the hooks are gone when this returns.
+    Of a body and the decoder in it, the body's output comes last and counts. It is read before the
+    LM head runs, so that whatever the head needs is gone before there are logits. The hooks are
+    gone when this returns.
 
     Args:
         model: The language model, or a PeftModel around it.
+        head: Called once with the hidden state.
         skip_lm_head: Whether to hand no tokens to the LM head, so that there are no logits.
         **inputs: Handed to the model.
 
     Returns:
-        The model's output and the hidden state.
+        The model's output and the head's.
 
     Raises:
         RuntimeError: The model did not run its body.
     """
     base = language_model(model)
-    kept: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     here = threading.local()
     here.recording = True  # another thread may run the same model meanwhile
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         if hasattr(here, "recording"):
-            kept[:] = [output[0]]
+            states[:] = [output[0]]
 
-    def drop_tokens(module: nn.Module, args: Any) -> Any:
-        return (args[0][..., :0, :],) if hasattr(here, "recording") else args
+    def before_lm_head(module: nn.Module, args: Any) -> Any:
+        if not hasattr(here, "recording"):
+            return args
+        if states:
+            results[:] = [head(states.pop())]
+        return (args[0][..., :0, :],) if skip_lm_head else args
 
     handles: list[Any] = []
     try:
         for backbone in backbones(base):
             handles.append(backbone.register_forward_hook(keep))
-        lm_head = base.get_output_embeddings() if skip_lm_head else None
+        lm_head = base.get_output_embeddings()
         if lm_head is not None:
-            handles.append(lm_head.register_forward_pre_hook(drop_tokens))
+            handles.append(lm_head.register_forward_pre_hook(before_lm_head))
         output = model(**inputs, return_dict=True, output_hidden_states=False)
     finally:
         for handle in handles:
             handle.remove()
-    if not kept:
+    if states:  # no LM head that its model knows
+        results[:] = [head(states.pop())]
+    if not results:
         raise RuntimeError(
             f"{type(base).__name__} ran without calling its base_model or its decoder, so there is "
             "no last hidden state to read values from. Such a model can't have a value head here."
         )
-    return output, kept.pop()
+    return output, results.pop()
 
 
 def lm_head_device(model: nn.Module) -> torch.device:

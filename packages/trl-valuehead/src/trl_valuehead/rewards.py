@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trl_valuehead.backbone import run_with_last_hidden_state
+from trl_valuehead.backbone import run_with_head
 from trl_valuehead.checkpoints import Checkpoint
 from trl_valuehead.facade import ModelFacade
 from trl_valuehead.sharding import writable
@@ -96,11 +96,14 @@ class RewardScoring(ModelFacade):
         if attention_mask is not None:
             kwargs["attention_mask"] = attention_mask
         with _active_adapter(self.pretrained_model, self.rm_adapter_name):
-            _, hidden_states = run_with_last_hidden_state(
-                self.pretrained_model, input_ids=input_ids, **kwargs
+            _, scores = run_with_head(
+                self.pretrained_model,
+                lambda state: self.score(state.to(self.score.weight)),
+                skip_lm_head=True,
+                input_ids=input_ids,
+                **kwargs,
             )
-            weight = self.score.weight
-            return self.score(hidden_states.to(weight.device, weight.dtype))
+        return scores
 
 
 def _hub_options(token: str | bool | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trl_valuehead.backbone import language_model, run_with_last_hidden_state
+from trl_valuehead.backbone import language_model, run_with_head
 from trl_valuehead.loading import Loading
 from trl_valuehead.saving import Saving
 
@@ -89,11 +89,11 @@ class PreTrainedModelWrapper(Loading, Saving):
             parameters = signature(language_model(self.pretrained_model).forward).parameters
             name = next((name for name in _CACHE_NAMES if name in parameters), "past_key_values")
             kwargs[name] = past_key_values
-        output, hidden_states = run_with_last_hidden_state(
-            self.pretrained_model, skip_lm_head=values_only, **kwargs
+        output, value = run_with_head(
+            self.pretrained_model, self.v_head, skip_lm_head=values_only, **kwargs
         )
         logits, loss = output.logits, output.get("loss")
-        value = self.v_head(hidden_states).squeeze(-1).to(logits.device)
+        value = value.squeeze(-1).to(logits.device)
         if values_only:
             logits = None
         elif upcast_logits:
