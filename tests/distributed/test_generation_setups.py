@@ -1,6 +1,10 @@
 """Generation on the set-ups that people combine with an engine: right, and without trace."""
 
+import subprocess
+import sys
+
 import pytest
+import torch
 
 from tests.distributed.generation_helpers import (
     full_weights,
@@ -10,13 +14,13 @@ from tests.distributed.generation_helpers import (
     train_step,
 )
 from tools.rails.collectives import CountCollectives
+from tools.rails.models import random_llama
 from tools.rails.ranks import run_on_ranks
 
 STEPS = 4
 
 
 def mixture_of_experts():
-    import torch
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
@@ -46,8 +50,6 @@ def sharded_by_torch(model, shape=None, **settings):
 
 
 def with_sgd(model):
-    import torch
-
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -76,7 +78,6 @@ def offloaded_fsdp2(accelerator):
 
 
 def hybrid_fsdp1(accelerator):
-    import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -147,8 +148,6 @@ def test_a_set_up_generates_like_the_plain_model_and_trains_as_if_it_had_not(
 
 
 def generate_compiled(accelerator):
-    import torch
-
     from tools.rails.snapshots import differences, engine_snapshot
     from trl_zero3 import unwrap, unwrap_model_for_generation
 
@@ -169,6 +168,78 @@ def generate_compiled(accelerator):
 @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
 def test_a_compiled_engine_is_unwrapped_through_both(engine):
     assert run_on_ranks(generate_compiled, engine=engine) == [([], {}), ([], {})]
+
+
+def generate_quantized(accelerator, packages, folder):
+    """Train LoRA over a base of 4 bits, as bitsandbytes does it, and generate in between."""
+    sys.path.insert(0, packages)
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from tools.rails.snapshots import differences, engine_snapshot
+    from trl_zero3 import unwrap_model_for_generation
+
+    def quantized():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.bfloat16,
+            device_map={"": "cpu"},
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_compute_dtype=torch.bfloat16,
+                bnb_4bit_quant_storage=torch.bfloat16,
+            ),
+        )
+        adapted = get_peft_model(
+            model,
+            LoraConfig(
+                r=4,
+                target_modules=["q_proj", "v_proj"],
+                task_type="CAUSAL_LM",
+                init_lora_weights=False,
+            ),
+        )
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return adapted
+
+    expected = greedy(quantized())
+    model, optimizer = prepared(accelerator, quantized())
+    with unwrap_model_for_generation(model, accelerator) as unwrapped:
+        kind = type(unwrapped.base_model.model.model.layers[0].mlp.up_proj).__name__
+        assert greedy(unwrapped) == expected
+    losses = [train_step(accelerator, model, optimizer, seed=step) for step in range(3)]
+    before = engine_snapshot(model)
+    with (
+        unwrap_model_for_generation(model, accelerator) as unwrapped,
+        CountCollectives() as collectives,
+    ):
+        greedy(unwrapped, 1 + accelerator.process_index)
+    assert differences(before, engine_snapshot(model)) == []
+    return kind, dict(collectives.counts), len(set(losses))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_lora_over_a_quantized_base_generates_and_trains(engine, bitsandbytes, tmp_path):
+    random_llama(num_hidden_layers=3, hidden_size=64, intermediate_size=128).to(
+        torch.bfloat16
+    ).save_pretrained(tmp_path)
+    results = run_on_ranks(
+        generate_quantized, engine=engine, fresh=True, packages=bitsandbytes, folder=str(tmp_path)
+    )
+    assert results == [("Linear4bit", {}, 3)] * 2
+
+
+@pytest.fixture(scope="module")
+def bitsandbytes(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("packages"))
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
+    subprocess.run([sys.executable, *install, "bitsandbytes==0.50.2"], check=True)
+    return folder
 
 
 def tensor_parallel(mesh, model):
