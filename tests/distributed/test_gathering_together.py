@@ -178,7 +178,9 @@ def count_agreements(accelerator):
     return launches, found
 
 
-@pytest.mark.parametrize(("engine", "gathers"), [("zero3", 1), ("fsdp2", 5)])
-def test_entering_takes_a_gather_for_each_bucket_and_one_agreement_and_leaving_one(engine, gathers):
-    expected = gathers, [((gathers, 1), (gathers, 2))] * 2
-    assert run_on_ranks(count_agreements, engine=engine) == [expected, expected]
+@pytest.mark.parametrize("engine", GATHERING)
+def test_entering_takes_a_gather_for_each_bucket_and_one_agreement_and_leaving_one(engine):
+    for gathers, found in run_on_ranks(count_agreements, engine=engine):
+        assert found == [((gathers, 1), (gathers, 2))] * 2
+        # One bucket; the layers and the rest, which accelerate 1.15 splits once more.
+        assert gathers == 1 if engine == "zero3" else gathers in (4, 5)

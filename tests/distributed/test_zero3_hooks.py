@@ -177,7 +177,6 @@ def missing_private_names(accelerator):
     prefix = "_PartitionedParameterCoordinator__"
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
-    assert torch.nn.functional.linear.__module__ == "deepspeed.runtime.zero.linear"
     wanted = [
         (offload, "forward_hooks backward_hooks module param_coordinator get_param_coordinator"),
         (coordinator, "_clean_inflight_param_registry _clear_trace_structures _invalidate_trace"),
@@ -191,6 +190,8 @@ def missing_private_names(accelerator):
         (model.module._parameters, "_in_forward"),
     ]
     if Version(deepspeed.__version__) >= Version("0.19.8"):
+        # 0.16.4 replaces it only inside of `deepspeed.zero.Init`.
+        assert torch.nn.functional.linear.__module__ == "deepspeed.runtime.zero.linear"
         wanted += [
             (offload, "fwd_pre_hook"),
             (model, "module_forward_pre_hook module_forward_post_hook _deepcompile_active"),
