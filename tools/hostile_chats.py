@@ -82,6 +82,10 @@ class Checker:
         contents = [added[i].content for i in sorted(control)]
         self.hostile = (*contents[:20], *contents[-5:])
 
+    def encode(self, chats: Sequence[list[dict[str, str]]]) -> dict[str, list[Any]]:
+        """Encode conversations as they are to be checked."""
+        return encode_chats(self.tokenizer, chats)
+
     def make_text(self, words: Sequence[str]) -> str:
         pieces = self.random.choices(words, k=self.random.randint(0, 12))
         for _ in range(self.random.randint(0, 2) if words is not WORDS else 0):
@@ -105,7 +109,7 @@ class Checker:
     def check(self, chats: Sequence[list[dict[str, str]]]) -> tuple[int, int]:
         """Encode chats and raise AssertionError for the first one that is wrong."""
         tokenizer = self.tokenizer
-        columns = encode_chats(tokenizer, chats)
+        columns = self.encode(chats)
         texts = tokenizer.apply_chat_template(chats, tokenize=False)
         plain = tokenizer(texts, add_special_tokens=False)["input_ids"]
         twins = [[message | {"content": "x"} for message in chat] for chat in chats]

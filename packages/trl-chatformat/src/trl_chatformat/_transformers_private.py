@@ -18,11 +18,15 @@ def respell(tokenizer: Any, tokens: Mapping[int, AddedToken]) -> Any:
         The copy, which shares the vocabulary with the original.
     """
     spelled = {token.content: tokens[i].content for i, token in _added_tokens(tokenizer).items()}
-    special = [spelled.get(text, text) for text in tokenizer.all_special_tokens]
+    known = {
+        # Some classes let whatever is on this list through their pre-tokenization in one piece.
+        "all_special_tokens": [spelled.get(text, text) for text in tokenizer.all_special_tokens],
+        # Looked up by the old spelling otherwise.
+        "unk_token_id": tokenizer.unk_token_id,
+    }
     result = copy.copy(tokenizer)
-    # Some classes let whatever is on this list through their pre-tokenization in one piece.
     kind = type(tokenizer)
-    result.__class__ = type(kind.__name__, (kind,), {"all_special_tokens": special})
+    result.__class__ = type(kind.__name__, (kind,), known)
     result._added_tokens_decoder = dict(tokens)
     result._added_tokens_encoder = {token.content: i for i, token in tokens.items()}
     result.tokens_trie = type(tokenizer.tokens_trie)()
