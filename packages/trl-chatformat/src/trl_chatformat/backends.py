@@ -33,12 +33,15 @@ class Backend(Protocol):
         """Turns texts into ids."""
         ...
 
-    def encode_and_locate(self, text: str, positions: Sequence[int]) -> Located:
-        """Turns a text into ids, and finds positions of the text among them.
+    def encode_and_locate(
+        self, texts: list[str], positions: Sequence[Sequence[int]]
+    ) -> list[Located]:
+        """Turns texts into ids, and finds positions of each text among them.
 
         Returns:
-            The ids, and for each position the number of tokens that end at it or before it, and of
-            those that begin before it; the two differ where a token stretches across it.
+            For each text its ids, and for each position the number of tokens that end at it or
+            before it, and of those that begin before it; the two differ where a token stretches
+            across it.
         """
         ...
 
@@ -109,8 +112,8 @@ def make_backend(tokenizer: Any, control: Collection[int]) -> Backend:
         >>> backend = make_backend(tokenizer, {0, 2})
         >>> backend.encode(["hi", "<s>", backend.spellings[2] + "hi"])
         [[1], [0], [2, 1]]
-        >>> backend.encode_and_locate("hi" + backend.spellings[2], [0, 1, 2])
-        ([1, 2], [(0, 0), (0, 1), (1, 1)])
+        >>> backend.encode_and_locate(["hi" + backend.spellings[2]], [[0, 1, 2]])
+        [([1, 2], [(0, 0), (0, 1), (1, 1)])]
     """
     added = read_added_tokens(tokenizer)
     secret = "".join(chr(PRIVATE_USE + secrets.randbelow(0xFFFE)) for _ in range(4))
@@ -188,12 +191,16 @@ class FastBackend:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_and_locate(self, text: str, positions: Sequence[int]) -> Located:
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        offsets = encoding.offsets
-        starts = [start for start, _ in offsets]
-        ends = [end for _, end in offsets]
-        return encoding.ids, [(bisect_right(ends, p), bisect_left(starts, p)) for p in positions]
+    def encode_and_locate(
+        self, texts: list[str], positions: Sequence[Sequence[int]]
+    ) -> list[Located]:
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        results: list[Located] = []
+        for encoding, places in zip(encodings, positions, strict=True):
+            starts, ends = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
+            located = [(bisect_right(ends, p), bisect_left(starts, p)) for p in places]
+            results.append((encoding.ids, located))
+        return results
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
@@ -245,7 +252,12 @@ class SlowBackend:
                 )
         return ids
 
-    def encode_and_locate(self, text: str, positions: Sequence[int]) -> Located:
+    def encode_and_locate(
+        self, texts: list[str], positions: Sequence[Sequence[int]]
+    ) -> list[Located]:
+        return [self._locate(text, ps) for text, ps in zip(texts, positions, strict=True)]
+
+    def _locate(self, text: str, positions: Sequence[int]) -> Located:
         # A text's beginning that is encoded as the whole is ends between two tokens.
         ids = self._encode(text)
 

@@ -83,16 +83,20 @@ class Encoder:
         for i, ids in zip(planned, all_ids, strict=True):
             marks = mark_by_steps(ids, scripts[i].steps or ())
             results[i] = marks and Tokens(ids, *marks)
-        done = [tokens or self._look_up(s) for tokens, s in zip(results, scripts, strict=True)]
+        others = iter(self._look_up([s for s, t in zip(scripts, results, strict=True) if not t]))
+        done = [tokens or next(others) for tokens in results]
         if self._unknown is not None:
             self._check_unknown(done, scripts)
         return done
 
-    def _look_up(self, script: Script) -> Tokens:
-        pieces = script.get_pieces()
-        edges = find_edges(map(self.spell, pieces))
-        ids, located = self.backend.encode_and_locate(script.spelled, edges)
-        return Tokens(ids, *mark_by_position(len(ids), pieces, located))
+    def _look_up(self, scripts: Sequence[Script]) -> list[Tokens]:
+        pieces = [script.get_pieces() for script in scripts]
+        edges = [find_edges(map(self.spell, some)) for some in pieces]
+        found = self.backend.encode_and_locate([script.spelled for script in scripts], edges)
+        return [
+            Tokens(ids, *mark_by_position(len(ids), some, located))
+            for (ids, located), some in zip(found, pieces, strict=True)
+        ]
 
     def _check_unknown(self, done: Iterable[Tokens], scripts: Iterable[Script]) -> None:
         unknown = self._unknown
