@@ -215,6 +215,32 @@ def test_an_adapter_without_a_score_layer_is_refused_and_not_added(build, base_f
     assert list(model.peft_config) == ["default"]
 
 
+def test_what_fails_leaves_a_given_model_without_adapters(build, reward_folder, tmp_path):
+    get_peft_model(build("llama"), lora()).save_pretrained(tmp_path / "no_score")
+    load = AutoModelForCausalLMWithValueHead.from_pretrained
+    for options in (
+        {"v_head_init_strategy": "uniform"},
+        {"reward_adapter": str(tmp_path / "no_score")},
+        {"reward_adapter": str(tmp_path / "missing")},
+    ):
+        base = build("llama")
+        names = [name for name, _ in base.named_parameters()]
+        with pytest.raises((ValueError, FileNotFoundError)):
+            load(base, peft_config=lora(), **options)
+        assert [name for name, _ in base.named_parameters()] == names
+        assert all(parameter.requires_grad for parameter in base.parameters())
+
+
+def test_a_reward_adapter_never_replaces_another(build, reward_folder):
+    model = get_peft_model(build("llama"), lora())
+    before = state_of(model)
+    with pytest.raises(ValueError, match="an adapter 'default' already"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(
+            model, reward_adapter=reward_folder, reward_adapter_name="default"
+        )
+    assert_same(state_of(model), before)
+
+
 def test_scores_without_a_reward_adapter_are_refused(build, input_ids):
     model = AutoModelForCausalLMWithValueHead(build("llama"))
     with pytest.raises(ValueError, match="pass reward_adapter"):

@@ -68,6 +68,25 @@ def test_a_sharded_local_checkpoint_loads(build, tmp_path, variant):
     assert_equal(reload(model, tmp_path, variant=variant), model)
 
 
+@pytest.mark.parametrize("variant", [None, "policy"])
+@pytest.mark.parametrize("sizes", [("8KB", "1GB"), ("1GB", "8KB"), ("8KB", "4KB")])
+def test_a_save_over_an_earlier_one_is_what_loads(build, tmp_path, sizes, variant):
+    model = wrap(build("llama"))
+    for size in sizes:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        model.save_pretrained(tmp_path, max_shard_size=size, variant=variant)
+    assert_equal(reload(model, tmp_path, variant=variant), model)
+
+
+def test_a_save_beside_an_adapter_is_refused_before_anything_is_written(build, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds an adapter"):
+        wrap(build("llama")).save_pretrained(tmp_path)
+    assert files(tmp_path) == {"adapter_config.json"}
+
+
 def test_the_language_model_alone_loads_from_the_same_folder(build, tmp_path, input_ids):
     model = wrap(build("llama"))
     model.save_pretrained(tmp_path)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import GenerationConfig, GPT2Model, PreTrainedModel, T5Model
+from transformers import AutoModelForCausalLM, GenerationConfig, GPT2Model, PreTrainedModel, T5Model
 
 import trl_valuehead
 from trl_valuehead import (
@@ -52,9 +52,10 @@ def test_what_is_read_on_a_model_is_the_language_models(build, name):
     assert not hasattr(model, "_hf_hook")
 
 
-def test_private_names_that_accelerate_reads_are_still_there():
+def test_private_names_of_transformers_are_still_there():
     for name in _private_names.READ_BY_ACCELERATE:
         assert hasattr(PreTrainedModel, name), name
+    assert hasattr(AutoModelForCausalLM, _private_names.MODEL_MAPPING)
 
 
 def test_generation_settings_that_are_set_are_used(build, input_ids):
@@ -93,6 +94,22 @@ def test_unknown_keywords_are_errors(build, tmp_path):
     base.save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="nonsense"):
         AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, nonsense=1)
+    with pytest.raises(TypeError, match="no keyword max_shard_sise"):
+        AutoModelForCausalLMWithValueHead(base).save_pretrained(tmp_path / "new", max_shard_sise=1)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("summary_dropout_prob", 1.5),
+        ("v_head_init_strategy", "uniform"),
+        ("v_head_initializer_range", -1.0),
+    ],
+)
+def test_options_of_the_head_are_checked_before_anything_is_loaded(tmp_path, option, value):
+    with pytest.raises(ValueError, match=option):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path, **{option: value})
 
 
 @pytest.mark.parametrize("argument", [None, 3, torch.nn.Linear(2, 2)])

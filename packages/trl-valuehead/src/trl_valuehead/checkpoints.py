@@ -22,6 +22,8 @@ from transformers import AutoConfig, GenerationConfig
 
 from trl_valuehead import _private_names
 
+WEIGHTS_FILE = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 HEAD_FILE = "v_head.safetensors"
 HEAD_PREFIX = "v_head."
 BASE_PREFIX = "pretrained_model."
@@ -65,15 +67,13 @@ class Checkpoint:
             return None
 
     def has_adapter(self) -> bool:
-        return self.find("adapter_config.json") is not None
+        return self.find(ADAPTER_CONFIG) is not None
 
     @cached_property
     def _files(self) -> dict[str, str]:
         """For each weight, the name of the file that it is in. Pickles only if nothing else."""
-        for name in ("model.safetensors", "pytorch_model.bin"):
-            if self.variant:
-                stem, ending = name.split(".")
-                name = f"{stem}.{self.variant}.{ending}"
+        for name in (WEIGHTS_FILE, "pytorch_model.bin"):
+            name = with_variant(name, self.variant)
             if path := self.find(name):
                 return dict.fromkeys(_keys(path), name)
             if path := self.find(_index_name(name, self.variant)):
@@ -134,6 +134,12 @@ class Checkpoint:
                 self.name, **self.hub_options
             )
         return model
+
+
+def with_variant(name: str, variant: str | None) -> str:
+    """The name that transformers gives to a weight file of this variant."""
+    stem, _, ending = name.partition(".")
+    return f"{stem}.{variant}.{ending}" if variant else name
 
 
 def _index_name(name: str, variant: str | None) -> str:

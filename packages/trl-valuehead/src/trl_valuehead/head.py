@@ -84,7 +84,8 @@ def _hidden_size(config: PretrainedConfig) -> int:
     for name in ("word_embed_proj_dim", "hidden_size"):
         size = getattr(text_config, name, None)
         if isinstance(size, int):
-            return size
+            # Reformer's two streams lie side by side in its last hidden state.
+            return 2 * size if text_config.model_type == "reformer" else size
     raise ValueError(
         f"{type(config).__name__} names no hidden_size: pass the configuration of a language model."
     )

@@ -13,7 +13,14 @@ import torch
 from huggingface_hub import HfApi
 from safetensors.torch import save_file
 
-from trl_valuehead.checkpoints import BASE_PREFIX, HEAD_FILE, HEAD_PREFIX
+from trl_valuehead.checkpoints import (
+    ADAPTER_CONFIG,
+    BASE_PREFIX,
+    HEAD_FILE,
+    HEAD_PREFIX,
+    WEIGHTS_FILE,
+    with_variant,
+)
 from trl_valuehead.facade import ModelFacade
 from trl_valuehead.sharding import has_shards, is_partitioned
 
@@ -43,8 +50,8 @@ class Saving(ModelFacade):
 
         Raises:
             TypeError: The language model's `save_pretrained` doesn't know a keyword.
-            ValueError: A pickle or an upload is asked for, or weights or the head are missing in
-                `state_dict`.
+            ValueError: A pickle or an upload is asked for, weights or the head are missing in
+                `state_dict`, or the folder holds an adapter and the model is plain.
         """
         base = self.pretrained_model
         # What is always so here may be said, also where transformers no longer takes it.
@@ -76,19 +83,30 @@ class Saving(ModelFacade):
                 f"state_dict lacks {', '.join(missing)}: pass the whole model's, as "
                 "accelerator.get_state_dict(model) returns it."
             )
+        own_file = self._head_needs_own_file()
+        if not own_file and os.path.exists(os.path.join(folder, ADAPTER_CONFIG)):
+            raise ValueError(
+                f"{folder} holds an adapter, which would be loaded in place of this model: save it "
+                f"elsewhere, or remove {ADAPTER_CONFIG}."
+            )
         head = {name: state.pop(name) for name in names}
         state = {key: value for key, value in state.items() if not key.startswith("score.")}
 
-        if self._head_needs_own_file():
+        if own_file:
             if state_dict is not None:
                 kwargs["state_dict"] = state
             base.save_pretrained(folder, **kwargs)
             tensors = {key: value.detach().cpu().contiguous() for key, value in head.items()}
             save_file(tensors, os.path.join(folder, HEAD_FILE), metadata={"format": "pt"})
-        else:
-            base.save_pretrained(folder, state_dict=state | head, **kwargs)
-            # One from an earlier save would win over the head in the model's file.
-            Path(folder, HEAD_FILE).unlink(missing_ok=True)
+            return
+        # What an earlier save left would be loaded first: transformers removes old shards, but not
+        # a whole file when it writes shards.
+        weights = Path(folder, with_variant(WEIGHTS_FILE, kwargs.get("variant")))
+        before = weights.stat() if weights.exists() else None
+        base.save_pretrained(folder, state_dict=state | head, **kwargs)
+        if before is not None and weights.stat() == before:
+            weights.unlink()
+        Path(folder, HEAD_FILE).unlink(missing_ok=True)
 
     def _head_needs_own_file(self) -> bool:
         # PEFT's save picks the adapter's weights, and transformers' replaces the state dict of a
