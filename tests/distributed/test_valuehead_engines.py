@@ -72,13 +72,7 @@ def train_and_save(accelerator, base, folder):
 
 @pytest.mark.parametrize(
     ("engine", "base"),
-    [
-        (engine, base)
-        for engine in ENGINES
-        for base in BASES
-        # FSDP1 flattens frozen and trained parameters together, and refuses that.
-        if (engine, base) != ("fsdp1", "lora")
-    ],
+    [(engine, base) for engine in ENGINES for base in BASES if (engine, base) != ("fsdp1", "lora")],
 )
 def test_losses_are_those_of_one_process_and_what_is_saved_loads(engine, base, tmp_path):
     import torch
@@ -115,22 +109,31 @@ def test_losses_are_those_of_one_process_and_what_is_saved_loads(engine, base, t
     assert not torch.equal(loaded["v_head.summary.weight"], before["v_head.summary.weight"])
 
 
-def refuse_pieces(accelerator, folder):
+def refuse(accelerator, folder, base="llama", state_dict=False):
     import torch
 
-    model = build("llama")
+    model = build(base)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
+    state = whole_state_dict(accelerator, model) if state_dict else None
     try:
-        accelerator.unwrap_model(model).save_pretrained(folder)
+        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state)
     except ValueError as error:
         return str(error)
 
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_saving_pieces_is_refused(engine, tmp_path):
-    for message in run_on_ranks(refuse_pieces, engine=engine, folder=str(tmp_path / "policy")):
+    for message in run_on_ranks(refuse, engine=engine, folder=str(tmp_path / "policy")):
         assert "get_state_dict" in message
+    assert not (tmp_path / "policy").exists()
+
+
+def test_an_adapter_inside_fsdp1_is_refused_which_peft_would_save_without_its_weights(tmp_path):
+    folder = str(tmp_path / "policy")
+    options = {"folder": folder, "base": "lora", "state_dict": True}
+    for message in run_on_ranks(refuse, engine="fsdp1", **options):
+        assert "which FSDP1 changes" in message
     assert not (tmp_path / "policy").exists()
 
 

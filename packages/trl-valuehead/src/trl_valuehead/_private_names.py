@@ -8,3 +8,6 @@ MODEL_MAPPING = "_model_mapping"
 
 # DeepSpeed 0.16.4 to 0.19.8: set on each parameter that ZeRO-3 shards.
 ZERO3_PARAMETER_MARK = "ds_id"
+
+# torch 2.6 to 2.13: what FullyShardedDataParallel calls the module that it wraps.
+FSDP1_INNER = "_fsdp_wrapped_module"

@@ -22,7 +22,7 @@ from trl_valuehead.checkpoints import (
     with_variant,
 )
 from trl_valuehead.facade import ModelFacade
-from trl_valuehead.sharding import has_shards, is_partitioned
+from trl_valuehead.sharding import has_shards, holds_fsdp1, is_partitioned
 
 
 class Saving(ModelFacade):
@@ -51,7 +51,8 @@ class Saving(ModelFacade):
         Raises:
             TypeError: The language model's `save_pretrained` doesn't know a keyword.
             ValueError: A pickle or an upload is asked for, weights or the head are missing in
-                `state_dict`, or the folder holds an adapter and the model is plain.
+                `state_dict`, the folder holds an adapter and the model is plain, or an adapter's
+                model lies in FSDP1.
         """
         base = self.pretrained_model
         # What is always so here may be said, also where transformers no longer takes it.
@@ -82,6 +83,11 @@ class Saving(ModelFacade):
             raise ValueError(
                 f"state_dict lacks {', '.join(missing)}: pass the whole model's, as "
                 "accelerator.get_state_dict(model) returns it."
+            )
+        if self.is_peft_model and holds_fsdp1(base):
+            raise ValueError(
+                "PEFT looks for an adapter's weights under its modules' names, which FSDP1 changes: "
+                "load the state_dict into an unwrapped model (load_state_dict), and save that."
             )
         own_file = self._head_needs_own_file()
         if not own_file and os.path.exists(os.path.join(folder, ADAPTER_CONFIG)):

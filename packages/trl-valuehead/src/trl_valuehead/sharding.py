@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from trl_valuehead._private_names import ZERO3_PARAMETER_MARK
+from trl_valuehead._private_names import FSDP1_INNER, ZERO3_PARAMETER_MARK
 
 
 def writable(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
@@ -27,6 +27,11 @@ def writable(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
 def is_partitioned(model: nn.Module) -> bool:
     """Whether ZeRO-3 parameters of `model` are in pieces now."""
     return any(hasattr(p, ZERO3_PARAMETER_MARK) and p.numel() == 0 for p in model.parameters())
+
+
+def holds_fsdp1(model: nn.Module) -> bool:
+    """Whether FullyShardedDataParallel wraps a module inside `model`."""
+    return any(FSDP1_INNER in module._modules for module in model.modules())
 
 
 def has_shards(state_dict: Mapping[str, Any]) -> bool:
