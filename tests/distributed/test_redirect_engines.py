@@ -18,7 +18,8 @@ def make_inner(kind):
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
         inner[0] = checkpoint_wrapper(inner[0])
-    inner._no_split_modules = []  # accelerate 1.6 reads it of any model on FSDP2
+    # accelerate 1.6 reads these of any model on FSDP2.
+    inner._no_split_modules, inner.dtype = [], torch.float32
     if kind == "compiled":
         inner.compile(backend="eager")
     if kind == "lora":

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import trl_redirect
 from trl_redirect import ForwardRedirection
 
 redirect = ForwardRedirection()
@@ -88,7 +89,10 @@ def test_fsdp2_wrapper_is_the_module_itself():
 def test_fsdp1_gathers_for_the_function():
     model = Model()
     wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    redirect(wrapped, model, lambda x: model.second(torch.tanh(model.first(x))).mean(), batch())
+    by_layer = trl_redirect.redirect(
+        wrapped, lambda x: model.second(torch.tanh(model.first(x))), batch()
+    )
+    torch.testing.assert_close(by_layer, Model()(batch()))
     redirect(wrapped, model, loss_of(model), batch()).backward()
     for name, gradient in plain_gradients(batch()).items():
         torch.testing.assert_close(model.get_parameter(name).grad.reshape(gradient.shape), gradient)

@@ -86,8 +86,8 @@ class Saving(ModelFacade):
             )
         if self.is_peft_model and holds_fsdp1(base):
             raise ValueError(
-                "PEFT looks for an adapter's weights under its modules' names, which FSDP1 changes: "
-                "load the state_dict into an unwrapped model (load_state_dict), and save that."
+                "PEFT looks for an adapter's weights under its modules' names, which FSDP1 "
+                "changes: load the state_dict into an unwrapped model, and save that."
             )
         own_file = self._head_needs_own_file()
         if not own_file and os.path.exists(os.path.join(folder, ADAPTER_CONFIG)):
