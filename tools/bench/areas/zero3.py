@@ -6,7 +6,8 @@ Llamas with the same random weights in fp32; numbers are medians, of the slower 
 and 47 M parameters; the limit of tokens/s is the whole model on each rank without an engine, the
 limit of entering and leaving is one flat all-gather of the missing bytes into fresh memory, and the
 limit of the storage is those bytes. Megabytes (1e6 bytes) are the most tensor storage held above
-what there was before, by entering alone. `sizes` enters and leaves with 5 M to 500 M parameters.
+what there was before, by entering alone. `sizes` enters and leaves with 5 M to 500 M parameters,
+one contestant after the other.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from tools.rails.models import random_llama
 from tools.rails.ranks import run_on_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from accelerate import Accelerator
 
+MODULES = {"ours": "trl_zero3", "peer": "trl.models"}
 ROUNDS = 15
 NEW_TOKENS = 12
 LAYERS_12 = {
@@ -48,20 +50,24 @@ SIZES = {
 
 
 def contexts(
-    accelerator: Accelerator, settings: dict[str, int]
+    accelerator: Accelerator, settings: dict[str, int], names: Sequence[str] = tuple(MODULES)
 ) -> dict[str, functools.partial[contextlib.AbstractContextManager]]:
     """Shard one model for each contestant; return how each gets at a model that can generate."""
     found = {}
-    for name, module in (("ours", "trl_zero3"), ("peer", "trl.models")):
+    for name in names:
         model = random_llama(
             **({"vocab_size": 4000} | settings),
             num_attention_heads=8,
             eos_token_id=None,
             pad_token_id=0,
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for parameter_name, parameter in model.named_parameters():
+            # What trains is there more than once, which the largest model leaves no room for.
+            parameter.requires_grad_("norm" in parameter_name)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=1e-3)
         model, _ = accelerator.prepare(model, optimizer)
-        unwrap = importlib.import_module(module).unwrap_model_for_generation
+        unwrap = importlib.import_module(MODULES[name]).unwrap_model_for_generation
         found[name] = functools.partial(unwrap, model, accelerator)
     return found
 
@@ -101,25 +107,25 @@ def _shard(numel: int, device: torch.device) -> torch.Tensor:
     return torch.ones(numel, device=device)
 
 
-def entering(
-    accelerator: Accelerator, settings: dict[str, int], rounds: int, found: dict | None = None
-) -> dict[str, float]:
-    """Measure entering and leaving."""
-    from trl_zero3 import gather_cost
+def entering_alone(accelerator: Accelerator, settings: dict, name: str) -> dict[str, float]:
+    """Measure entering and leaving of one contestant: a large model leaves no room for two."""
+    return _entering(accelerator, contexts(accelerator, settings, [name]), {}, 5)
 
-    found = found or contexts(accelerator, settings)
-    missing = gather_cost(found["ours"].args[0]).missing_bytes
+
+def _entering(accelerator: Accelerator, found: dict, others: dict, rounds: int) -> dict[str, float]:
     works = {name: functools.partial(enter_and_leave, found[name]) for name in found}
-    works["limit"] = functools.partial(gather_flat, missing, accelerator.device)
-    seconds = turns(accelerator, works, rounds)
-    medians = {f"enter {name}": statistics.median(times) for name, times in seconds.items()}
-    return medians | {"missing": missing}
+    seconds = turns(accelerator, works | others, rounds)
+    return {f"enter {name}": statistics.median(times) for name, times in seconds.items()}
 
 
 def generating(accelerator: Accelerator) -> dict[str, float]:
     """Measure entering and leaving, tokens inside, collectives and storage."""
+    from trl_zero3 import gather_cost
+
     found = contexts(accelerator, LAYERS_12)
-    measured = entering(accelerator, LAYERS_12, ROUNDS, found)
+    missing = gather_cost(found["ours"].args[0]).missing_bytes
+    flat = functools.partial(gather_flat, missing, accelerator.device)
+    measured = _entering(accelerator, found, {"limit": flat}, ROUNDS) | {"missing": missing}
     plain = random_llama(**LAYERS_12, num_attention_heads=8, eos_token_id=None, pad_token_id=0).to(
         accelerator.device
     )
@@ -210,7 +216,7 @@ def _rows(
     found: dict[str, float],
     key: str,
     *,
-    limit: float,
+    limit: float | None,
     scale: float = 1,
 ) -> list[Measure]:
     return [Measure(name, unit, found[f"{key} ours"] / scale, found[f"{key} peer"] / scale, limit)]
@@ -219,10 +225,14 @@ def _rows(
 def _sizes(device: str) -> list[Measure]:
     measures = []
     for size, settings in SIZES.items():
-        rounds = 9 if settings["hidden_size"] < 1000 else 3
         for engine in ("zero3", "fsdp2"):
-            found = _on_ranks(engine, device, entering, settings=settings, rounds=rounds)
-            measures += _rows(f"{engine}, {size}", "s", found, "enter", limit=found["enter limit"])
+            found = {}
+            for name in ("peer", "ours"):
+                # In new processes, which hold nothing of the model before.
+                found |= _on_ranks(
+                    engine, device, entering_alone, settings=settings, name=name, fresh=True
+                )
+            measures += _rows(f"{engine}, {size}", "s", found, "enter", limit=None)
     return measures
 
 

@@ -15,8 +15,7 @@ from trl_zero3.memory import Launch, Size, check_fits
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
 
-# Buckets of this size, several at a time, were the fastest over gloo; on the way each takes its
-# shards once more where they come from another device.
+# Buckets of this size, several at a time, were the fastest over gloo.
 BUCKET_BYTES = 16 * 2**20
 IN_FLIGHT = 4
 
@@ -89,15 +88,12 @@ def zero3_launches(
     missing: list[Any], bucket_bytes: int = BUCKET_BYTES, world_size: int | None = None
 ) -> list[Launch]:
     """Return what `gathered` would launch for these parameters, on this many ranks."""
-    launches = []
+    launches: list[Launch] = []
+    fetched: deque[int] = deque(maxlen=IN_FLIGHT)  # shards that come from another device
     for bucket in _buckets(missing, bucket_bytes):
-        sizes = [zero3_size(parameter, world_size) for parameter in bucket]
-        passing = sum(
-            size.shard
-            for parameter, size in zip(bucket, sizes, strict=True)
-            if private.is_offloaded(parameter)
-        )
-        launches.append(Launch(sum(size.whole for size in sizes), passing))
+        sizes = {parameter: zero3_size(parameter, world_size) for parameter in bucket}
+        fetched.append(sum(sizes[p].shard for p in bucket if private.is_offloaded(p)))
+        launches.append(Launch(sum(size.whole for size in sizes.values()), sum(fetched)))
     return launches
 
 
