@@ -2,9 +2,11 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trl_chatformat.control_tokens import ControlTokens, Found
+from trl_chatformat.provenance import Origin
+from trl_chatformat.rendering import Span
 
 Trust = str | Callable[[int | None, str | None], bool] | None
 
@@ -18,7 +20,7 @@ class Neutralised(NamedTuple):
 
 
 def find_written(
-    control: ControlTokens, text: str, spans: Sequence[Any], trust: Trust = None
+    control: ControlTokens, text: str, spans: Sequence[Span], trust: Trust = None
 ) -> tuple[list[Found], list[Neutralised]]:
     """Finds the control tokens that the template, or trusted data, wrote.
 
@@ -50,6 +52,11 @@ def find_written(
         data = next((s.origin for s in touched if not _is_open(s.origin, trust)), None)
         if data is not None:
             token = control.contents[hit.token]
+            if data.kind == "unknown":
+                raise ValueError(
+                    f"The template's expression {data.field} made {token!r} of its own text and of "
+                    "data, and nobody can tell which wrote it. Change the template, or the data."
+                )
             neutralised.append(Neutralised(data.message, data.field, token))
     return found, neutralised
 
@@ -61,11 +68,11 @@ def is_trusted(trust: Trust, message: int | None, field: str | None) -> bool:
     return field == trust if isinstance(trust, str) else trust(message, field)
 
 
-def _is_open(origin: Any, trust: Trust) -> bool:
+def _is_open(origin: Origin | None, trust: Trust) -> bool:
     return origin is None or is_trusted(trust, origin.message, origin.field)
 
 
-def _open(spans: Sequence[Any], trust: Trust) -> Iterator[tuple[int, int]]:
+def _open(spans: Sequence[Span], trust: Trust) -> Iterator[tuple[int, int]]:
     start: int | None = None
     for span in spans:
         if _is_open(span.origin, trust):

@@ -1,8 +1,9 @@
 """From messages to text that is ready to be encoded, and marked, piece by piece."""
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from os.path import commonprefix
+from typing import Any, NamedTuple
 
 from trl_chatformat.backends import read_added_tokens, read_named_tokens
 from trl_chatformat.control_tokens import Found
@@ -10,10 +11,10 @@ from trl_chatformat.conversations import Conversation
 from trl_chatformat.encoder import Script, make_encoder
 from trl_chatformat.layouts import MOST, Layout, read_shape
 from trl_chatformat.placing import Run, cut
+from trl_chatformat.provenance import Origin
 from trl_chatformat.rendering import render_chat, render_text
 from trl_chatformat.safety import Neutralised, Trust, find_written
-
-TrainOn = Literal["all", "last"] | Callable[[int, Mapping[str, Any]], bool]
+from trl_chatformat.turns import TrainOn, find_turns
 
 
 class WrittenChat(NamedTuple):
@@ -46,6 +47,8 @@ class Writer:
         self._template = own if chat_template is None else chat_template
         named = read_named_tokens(tokenizer)
         self.trust = trust
+        self._train_on = train_on
+        self._include_trailing = include_trailing
         self._rendering = {k: v for k, v in named.items() if v is not None} | rendering
         stops = read_stop_tokens(tokenizer, generation_config, stop_tokens)
         self._layouts: dict[Hashable, list[Layout]] = {}
@@ -87,8 +90,17 @@ class Writer:
         text, spans = rendered.text, rendered.spans
         found, neutralised = find_written(self.encoder.control, text, spans, self.trust)
         runs = [Run(s.start, s.end, _get_message(s.origin), s.origin) for s in spans]
-        trained = []
         stops = [f for f in found if f.token in self._stops]
+        turns = find_turns(
+            rendered,
+            messages,
+            self._read_prompt(messages, tools, changes),
+            [(stop.start, stop.end) for stop in stops],
+            [hit.start for hit in found],
+            train_on=self._train_on,
+            include_trailing=self._include_trailing,
+        )
+        trained = [(turn.start, turn.end) for turn in turns if turn.start < turn.end]
         pieces = cut(text, runs, trained, found, list(find_turn_ends(runs, stops)))
         script = self.encoder.write(pieces)
         shape = read_shape(messages)
@@ -99,6 +111,23 @@ class Writer:
                 known.append(layout)
         return WrittenChat(text, script, neutralised, messages)
 
+    def _read_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, changes: Mapping[str, Any]
+    ) -> str:
+        """Tell what the template writes to begin an answer, after the messages before the first."""
+        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), None)
+        before = messages[: first or None]
+        settings = {**self._rendering, **changes, "continue_final_message": False}
+        texts = []
+        for prompt in (False, True):
+            settings["add_generation_prompt"] = prompt
+            try:
+                texts.append(render_text(self._template, before, tools=tools, **settings))
+            except ValueError:
+                return ""  # the template asks for an answer
+        without, with_prompt = texts
+        return with_prompt[len(commonprefix([without, with_prompt])) :]
+
 
 def _list_templates(template: str | Mapping[str, str] | None) -> list[str]:
     if template is None:
@@ -106,7 +135,7 @@ def _list_templates(template: str | Mapping[str, str] | None) -> list[str]:
     return [template] if isinstance(template, str) else list(template.values())
 
 
-def _get_message(origin: Any) -> int:
+def _get_message(origin: Origin | None) -> int:
     return -1 if origin is None or origin.message is None else origin.message
 
 
