@@ -1,8 +1,27 @@
-"""Chat formats, templates, special tokens and embedding growth, without torch or transformers."""
+"""Chat formats and templates, and chats encoded with exact masks, without torch or transformers."""
 
+from trl_chatformat.collating import collate_chats
+from trl_chatformat.completions import encode_completions
+from trl_chatformat.encoding import EncodedChat, encode_chat, encode_chats
+from trl_chatformat.extending import extend_chat, is_prefix_stable
 from trl_chatformat.formats import FORMAT_MAPPING
+from trl_chatformat.rendering import RenderedChat, render_chat
 from trl_chatformat.setup_format import setup_chat_format
 from trl_chatformat.special_tokens import ChatMlSpecialTokens
 from trl_chatformat.tokenizer_files import ChatTokenizer
 
-__all__ = ["FORMAT_MAPPING", "ChatMlSpecialTokens", "ChatTokenizer", "setup_chat_format"]
+__all__ = [
+    "FORMAT_MAPPING",
+    "ChatMlSpecialTokens",
+    "ChatTokenizer",
+    "EncodedChat",
+    "RenderedChat",
+    "collate_chats",
+    "encode_chat",
+    "encode_chats",
+    "encode_completions",
+    "extend_chat",
+    "is_prefix_stable",
+    "render_chat",
+    "setup_chat_format",
+]
