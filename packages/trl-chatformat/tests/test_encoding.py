@@ -212,9 +212,10 @@ def test_masks_choose_what_the_assistant_says_and_its_stop_token(tokenizer):
         encoded = encode_chat(tokenizer, chat)
         chosen = zip(encoded.input_ids, encoded.assistant_masks, strict=True)
         ids = [token for token, mask in chosen if mask]
-        assert tokenizer.decode(ids).lstrip() == (
-            chat[-1]["content"].lstrip() + tokenizer.eos_token
-        )
+        # White space aside, which some tokenizers lack or decode otherwise.
+        said = tokenizer.decode(ids).replace(tokenizer.unk_token or "<unk>", "")
+        expected = chat[-1]["content"] + tokenizer.eos_token
+        assert "".join(said.split()) == "".join(expected.split())
 
 
 def test_which_assistant_messages_are_trained_on(byte_level):
@@ -249,6 +250,46 @@ def test_stop_tokens_come_from_the_tokenizer_the_generation_config_and_the_calle
         assert encoded.assistant_masks[encoded.input_ids.index(tool)] == 1
     with pytest.raises(ValueError, match="stop token 5 is not the id of an added token"):
         encode_chat(tokenizer, chat, stop_tokens=[5])
+
+
+def test_a_turn_that_nothing_ends_is_reported(byte_level):
+    template = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
+    tokenizer = ChatTokenizer(byte_level, chat_template=template)
+    with pytest.warns(UserWarning, match="goes to the end of the text"):
+        encoded = encode_chat(tokenizer, [{"role": "assistant", "content": "dog"}])
+    assert encoded.assistant_masks[-1] == 1
+
+
+def test_reused_layouts_give_what_tracing_gives(tokenizer):
+    # What is known of one conversation must not be taken for known of another.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m.role + '>' }}"
+        "{% if m.role == 'assistant' and loop.last and 'x' not in m.content %}{{ 'ab' }}{% endif %}"
+        "{{ m.content.strip() if 'row' in m.content else m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>ab' }}{% endif %}"
+    )
+    texts = [
+        "dog",
+        " row ",
+        "",
+        " ",
+        "abx",
+        "ax",
+        "x",
+        "bax",
+        f"a{tokenizer.eos_token}",
+        " a",
+        "ab",
+    ]
+    chats = [
+        [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
+        for first in texts
+        for second in texts
+    ]
+    together = encode_chats(tokenizer, chats)
+    for number, chat in enumerate(chats):
+        alone = encode_chat(tokenizer, chat)
+        assert {name: together[name][number] for name in alone} == dict(alone), chat
 
 
 def test_unknown_text_that_would_end_a_turn_is_refused():

@@ -8,8 +8,9 @@ from typing import Any
 
 from trl_chatformat.conversations import read_conversation, read_rows
 from trl_chatformat.safety import Neutralised, Trust
-from trl_chatformat.scripts import TrainOn, Writer
+from trl_chatformat.scripts import Writer
 from trl_chatformat.truncating import Side, check_truncation, choose_part
+from trl_chatformat.turns import TrainOn
 
 COLUMNS = ("input_ids", "attention_mask", "assistant_masks", "message_ids")
 
@@ -116,7 +117,7 @@ def encode_chat(
         (2, [Neutralised(message=0, field='content', token='<|im_end|>')])
         >>> chosen = zip(chat.input_ids, chat.assistant_masks)
         >>> tokenizer.decode([token for token, mask in chosen if mask])
-        'Hi<|im_end|>'
+        'H i <|im_end|>'
     """
     check_truncation(max_length, truncation_side)
     writer = Writer(

@@ -6,6 +6,7 @@ each character comes from where it came from before.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from trl_chatformat.placing import Piece, Step
@@ -69,10 +70,12 @@ class Layout:
         pieces: Sequence[Piece],
         parts: Sequence[str | tuple[Field, Callable[[str], str]]],
         steps: list[Step] | None,
+        prompt: str,
     ) -> None:
         self._pieces = pieces
         self._parts = parts
         self.steps = steps
+        self._never = _find_continuations(pieces, prompt)
 
     @classmethod
     def read(
@@ -81,6 +84,7 @@ class Layout:
         steps: list[Step] | None,
         texts: Mapping[Field, str],
         spell: Callable[[Piece], str],
+        prompt: str = "",
     ) -> "Layout | None":
         """Reads a layout off a conversation's pieces.
 
@@ -89,6 +93,7 @@ class Layout:
             steps: How to mark their tokens.
             texts: The texts of the conversation.
             spell: Spells a piece.
+            prompt: The generation prompt, as far as which an answer is not trained on.
 
         Returns:
             The layout, or None if a piece is something else than one of the texts.
@@ -104,12 +109,15 @@ class Layout:
             if way is None:
                 return None
             parts.append((field, way))
-        return cls(pieces, parts, steps)
+        return cls(pieces, parts, steps, prompt)
 
-    def spell(self, texts: Mapping[Field, str]) -> str:
-        """Writes the template's text around other texts."""
-        return "".join(
-            [part if isinstance(part, str) else part[1](texts[part[0]]) for part in self._parts]
+    def fits(self, texts: Mapping[Field, str], spelled: str) -> bool:
+        """Says whether a text is what the template writes around other texts."""
+        parts = [part if isinstance(part, str) else part[1](texts[part[0]]) for part in self._parts]
+        return (
+            "".join(parts) == spelled
+            and "" not in parts  # where a message shows nowhere, others have its stop token
+            and not any(parts[index].startswith(letter) for index, letter in self._never)
         )
 
     def fill(self, texts: Mapping[Field, str]) -> list[Piece]:
@@ -118,3 +126,16 @@ class Layout:
             piece if isinstance(part, str) else piece._replace(text=part[1](texts[part[0]]))
             for piece, part in zip(self._pieces, self._parts, strict=True)
         ]
+
+
+def _find_continuations(pieces: Sequence[Piece], prompt: str) -> list[tuple[int, str]]:
+    # Where an answer goes on as the generation prompt does, it is not trained on so far.
+    written = ""
+    found = []
+    for index, (before, piece) in enumerate(pairwise(pieces), 1):
+        written = (written + before.text)[-len(prompt) - 1 :]
+        if piece.source is not None and piece.mark.trained and not before.mark.trained:
+            common = next(n for n in range(len(prompt), -1, -1) if written.endswith(prompt[:n]))
+            if common < len(prompt):
+                found.append((index, prompt[common]))
+    return found

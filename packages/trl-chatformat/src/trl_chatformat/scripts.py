@@ -1,8 +1,9 @@
 """From messages to text that is ready to be encoded, and marked, piece by piece."""
 
+import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from trl_chatformat.backends import read_added_tokens, read_named_tokens
@@ -14,7 +15,7 @@ from trl_chatformat.placing import Run, cut
 from trl_chatformat.provenance import Origin
 from trl_chatformat.rendering import render_chat, render_text
 from trl_chatformat.safety import Neutralised, Trust, find_written
-from trl_chatformat.turns import TrainOn, find_turns
+from trl_chatformat.turns import TrainOn, Turn, find_turns
 
 
 class WrittenChat(NamedTuple):
@@ -47,10 +48,10 @@ class Writer:
         self._template = own if chat_template is None else chat_template
         named = read_named_tokens(tokenizer)
         self.trust = trust
-        self._train_on = train_on
-        self._include_trailing = include_trailing
         self._rendering = {k: v for k, v in named.items() if v is not None} | rendering
         stops = read_stop_tokens(tokenizer, generation_config, stop_tokens)
+        self._train_on = train_on
+        self._include_trailing = include_trailing
         self._layouts: dict[Hashable, list[Layout]] = {}
         templates = _list_templates(self._template)
         self.encoder, ids = make_encoder(tokenizer, templates, stops, control_tokens)
@@ -68,7 +69,8 @@ class Writer:
 
     def _write_known(self, conversation: Conversation) -> WrittenChat | None:
         messages, tools = conversation
-        shape = None if tools else read_shape(messages)
+        # A function may choose by what messages say.
+        shape = None if tools or callable(self._train_on) else read_shape(messages)
         layouts = shape and self._layouts.get(shape.key)
         if shape is None or not layouts:
             return None
@@ -78,7 +80,7 @@ class Writer:
             return None
         spelled = self.encoder.control.replace(text, backend.spellings)
         texts = shape.texts
-        layout = next((known for known in layouts if known.spell(texts) == spelled), None)
+        layout = next((known for known in layouts if known.fits(texts, spelled)), None)
         if layout is None:
             return None
         script = Script(spelled, layout.steps, lambda: layout.fill(texts))
@@ -89,44 +91,57 @@ class Writer:
         rendered = render_chat(self._template, messages, tools=tools, **self._rendering | changes)
         text, spans = rendered.text, rendered.spans
         found, neutralised = find_written(self.encoder.control, text, spans, self.trust)
-        runs = [Run(s.start, s.end, _get_message(s.origin), s.origin) for s in spans]
-        stops = [f for f in found if f.token in self._stops]
+        stops = [hit for hit in found if hit.token in self._stops]
+        prompt = self._write_prompt(conversation)
         turns = find_turns(
             rendered,
             messages,
-            self._read_prompt(messages, tools, changes),
-            [(stop.start, stop.end) for stop in stops],
+            prompt,
+            [(hit.start, hit.end) for hit in stops],
             [hit.start for hit in found],
             train_on=self._train_on,
             include_trailing=self._include_trailing,
         )
-        trained = [(turn.start, turn.end) for turn in turns if turn.start < turn.end]
-        pieces = cut(text, runs, trained, found, list(find_turn_ends(runs, stops)))
+        self._report_open(turns, changes)
+        runs = [Run(s.start, s.end, _get_message(s.origin), s.origin) for s in spans]
+        ends = list(find_turn_ends(runs, stops, len(messages)))
+        pieces = cut(text, runs, [(turn.start, turn.end) for turn in turns], found, ends)
         script = self.encoder.write(pieces)
         shape = read_shape(messages)
         if not changes and not tools and not neutralised and shape is not None:
-            layout = Layout.read(pieces, script.steps, shape.texts, self.encoder.spell)
+            layout = Layout.read(pieces, script.steps, shape.texts, self.encoder.spell, prompt)
             known = self._layouts.setdefault(shape.key, [])
             if layout is not None and len(known) < MOST:
                 known.append(layout)
         return WrittenChat(text, script, neutralised, messages)
 
-    def _read_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, changes: Mapping[str, Any]
-    ) -> str:
-        """Tell what the template writes to begin an answer, after the messages before the first."""
-        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), None)
-        before = messages[: first or None]
-        settings = {**self._rendering, **changes, "continue_final_message": False}
-        texts = []
-        for prompt in (False, True):
-            settings["add_generation_prompt"] = prompt
-            try:
-                texts.append(render_text(self._template, before, tools=tools, **settings))
-            except ValueError:
-                return ""  # the template asks for an answer
-        without, with_prompt = texts
-        return with_prompt[len(commonprefix([without, with_prompt])) :]
+    def _write_prompt(self, conversation: Conversation) -> str:
+        # What asks for the first answer, or for another one.
+        messages, tools = conversation
+        roles = [message["role"] for message in messages]
+        first = roles.index("assistant") if "assistant" in roles else 0
+        settings = self._rendering | {"tools": tools, "continue_final_message": False}
+        for asked in (messages[:first], messages):
+            if asked:
+                with suppress(ValueError):
+                    without, prompted = (
+                        render_text(
+                            self._template, asked, **settings | {"add_generation_prompt": prompt}
+                        )
+                        for prompt in (False, True)
+                    )
+                    if prompted.startswith(without) and prompted != without:
+                        return prompted[len(without) :]
+        return ""
+
+    def _report_open(self, turns: Sequence[Turn], changes: Mapping[str, Any]) -> None:
+        goes_on = (self._rendering | changes).get("continue_final_message")
+        if turns and not turns[-1].ended and not goes_on:
+            warnings.warn(
+                "The template writes no stop token after the assistant's last message, so its mask "
+                "goes to the end of the text: give `generation_config` or `stop_tokens`.",
+                stacklevel=2,
+            )
 
 
 def _list_templates(template: str | Mapping[str, str] | None) -> list[str]:
@@ -139,26 +154,35 @@ def _get_message(origin: Origin | None) -> int:
     return -1 if origin is None or origin.message is None else origin.message
 
 
-def find_turn_ends(runs: Sequence[Run], stops: Sequence[Found]) -> Iterator[tuple[int, int]]:
-    """Finds the stop token of each message's turn: the first one between it and the next message.
+def find_turn_ends(
+    runs: Sequence[Run], stops: Sequence[Found], count: int
+) -> Iterator[tuple[int, int]]:
+    """Finds the stop token of each message's turn.
+
+    It is the first one after the message; messages that show nowhere have those that follow.
 
     Args:
         runs: Where the text's characters come from.
         stops: The stop tokens that the template wrote, in order.
+        count: How many messages there are.
 
     Returns:
         Where each begins, and the message.
     """
     own = [run for run in runs if run.message >= 0]
-    position = 0
-    for run, following in pairwise([*own, None]):
-        if following is not None and following.message == run.message:
-            continue
-        while position < len(stops) and stops[position].start < run.end:
+    first = own[0] if own else Run(0, 0, count)
+    before = [stop.start for stop in stops if stop.start < first.start]
+    # The template may have begun with a turn of its own.
+    yield from zip(reversed(before), range(first.message - 1, -1, -1), strict=False)
+    end_of_text = Run(runs[-1].end, runs[-1].end, count) if runs else first
+    position = len(before)
+    for run, following in pairwise([*own, end_of_text]):
+        between = []
+        while position < len(stops) and stops[position].start < following.start:
+            between.append(stops[position].start)
             position += 1
-        before = following.start if following is not None else float("inf")
-        if position < len(stops) and stops[position].start < before:
-            yield stops[position].start, run.message
+        if following.message != run.message:
+            yield from zip(between, range(run.message, following.message), strict=False)
 
 
 def read_stop_tokens(
