@@ -24,7 +24,6 @@ from tools.rails.ranks import run_on_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROUNDS = 5
 CLASS = "AutoModelForCausalLMWithValueHead"
 
 
@@ -74,10 +73,14 @@ def measure(dtype: str) -> dict[str, dict[str, float]]:
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def turn(compute: Callable[[], list[torch.Tensor]]) -> dict[str, float]:
-        return {"forward": seconds(compute, False), "both": seconds(compute, True)}
+    def turn(compute: Callable[[], list[torch.Tensor]], backward: bool) -> dict[str, float]:
+        return {"seconds": seconds(compute, backward)}
 
-    measured = alternate({name: functools.partial(turn, found[name]) for name in found}, ROUNDS)
+    measured: dict[str, dict[str, float]] = {name: {} for name in found}
+    for key, backward, rounds in (("forward", False, 15), ("both", True, 7)):
+        turns = {name: functools.partial(turn, found[name], backward) for name in found}
+        for name, values in alternate(turns, rounds).items():
+            measured[name][key] = values["seconds"]
     for name, compute in found.items():
         with torch.no_grad(), StorageMeter() as storage:
             compute()
