@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -85,8 +84,7 @@ def cut(
     return pieces
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """From one control token, or the beginning, to the next one, or the end.
 
     Its tokens have the mark `rest`, after those of `prefix`, which the template writes. `mark` is
@@ -149,18 +147,20 @@ def mark_by_steps(ids: list[int], steps: Iterable[Step]) -> tuple[list[int], lis
     length = len(ids)
     masks, messages = [0] * length, [-1] * length
     at = 0
-    for step in steps:
+    for prefix, prefix_mark, rest, token, mark in steps:
         start = at
-        if step.prefix:
-            at += len(step.prefix)
-            if ids[start:at] != step.prefix:
+        if prefix:
+            at += len(prefix)
+            if ids[start:at] != prefix:
                 return None
-            _mark(masks, messages, start, at, step.prefix_mark)
-        end = length if step.token is None else ids.index(step.token, at)
-        _mark(masks, messages, at, end, step.rest)
-        if step.token is not None:
+            _mark(masks, messages, start, at, prefix_mark)
+        end = length if token is None else ids.index(token, at)
+        if rest != NOTHING:
+            _mark(masks, messages, at, end, rest)
+        if token is not None:
             at = end + 1
-            _mark(masks, messages, end, at, step.mark)
+            if mark != NOTHING:
+                _mark(masks, messages, end, at, mark)
     return masks, messages
 
 
