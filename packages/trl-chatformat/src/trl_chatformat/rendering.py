@@ -1,22 +1,35 @@
-"""Chat templates rendered to text that says where each of its characters comes from."""
+"""Chat templates rendered to text that says where each of its characters came from."""
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, UndefinedError
 
-from trl_chatformat.provenance import Origin, runs_of, trace
-from trl_chatformat.sandbox import compile_template
+from trl_chatformat.messages import REASONING, prepare_messages, prepare_value
+from trl_chatformat.provenance import Origin, Tag, runs_of, tagged
+from trl_chatformat.sandbox import (
+    CURRENT,
+    ENVIRONMENT,
+    ChatTemplate,
+    NeedsText,
+    Rendering,
+    compile_template,
+)
 
-_ROLE = re.compile(r"[A-Za-z0-9_-]+")
-_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
-# Names of a message's reasoning, the standard one first; transformers fills it from the others.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+# The texts of these variables are the template's own.
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MOST_STEPS = 10_000_000
+MOST_TEXT = 10_000_000
+CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
+CONTINUED_TAG = Tag(Origin("continued"))
+FAULTS = (
+    *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
+    *(RecursionError, MemoryError),
+)
+
+Clock = datetime | Callable[[], datetime]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +45,8 @@ class Span:
 class RenderedChat:
     """A rendered conversation.
 
-    Args:
-        text: The text.
-        spans: Where its characters come from; they cover it in order.
-        generation: Where its `{% generation %}` blocks are; None if the template has none.
+    `spans` say where the characters of `text` came from, and cover it in order; `generation` says
+    where the `{% generation %}` blocks are, and is None if the template has none.
     """
 
     text: str
@@ -47,33 +58,34 @@ def render_chat(
     template_or_tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Any] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    clock: datetime | Callable[[], datetime] | None = None,
+    continue_final_message: bool | str = False,
+    clock: Clock | None = None,
     **template_kwargs: Any,
 ) -> RenderedChat:
-    """Renders a conversation to the text that transformers renders, and follows its characters.
+    """Renders a conversation as transformers does, and says where each character came from.
 
     Args:
         template_or_tokenizer: A Jinja template; a dict of them by name; or a tokenizer, for its
-            template and the texts of its named tokens.
+            template and its named tokens.
         messages: Each has a `role`, and `content` that is text, None or a list of text parts.
-        tools: JSON schemas.
-        documents: What the template does with documents.
+        tools: JSON schemas, or functions that transformers can make schemas of.
+        documents: Dicts, for templates that write them.
         add_generation_prompt: Whether to write how an answer begins.
-        continue_final_message: Whether to end in the middle of the last message.
-        clock: What `strftime_now` tells: a time, or a function that tells one; else the real one.
-        template_kwargs: Variables of the template. The texts of named tokens, such as `bos_token`,
-            are the template's own text; other texts are data.
+        continue_final_message: Whether to end where the last message's content ends, or the field
+            that is named.
+        clock: The time that the template sees, or a function that tells it; the real one if None.
+        template_kwargs: Variables of the template. Named tokens such as `bos_token` are the
+            template's own text; all others are data.
 
     Returns:
-        The text, and where it comes from.
+        The text and its sources.
 
     Raises:
-        ValueError: The template refuses the conversation, fails, or takes too long; a role is no
-            plain word; a part of a message is no text; there is no template.
+        ValueError: There is no template, or it can't be compiled, refuses the conversation, fails,
+            or does not come to an end; a role is no plain word; a part of a message is no text.
 
     Example:
         >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -84,76 +96,98 @@ def render_chat(
         [(0, 6, None), (6, 12, 0)]
     """
     template, named = read_template(template_or_tokenizer, bool(tools))
-    text = _render(
-        template,
-        _trace_messages(messages),
-        _trace_all(list(tools) if tools else None, "tool"),
-        _trace_all(documents, "document"),
-        add_generation_prompt,
-        continue_final_message,
-        clock,
-        named
-        | {k: v if k in _NAMED else _trace_all(v, "setting") for k, v in template_kwargs.items()},
-    )
+    job = _Job(template, messages, clock, traced=True)
+    job.set_variables(tools, documents, add_generation_prompt, named, template_kwargs)
+    if continue_final_message and add_generation_prompt:
+        raise ValueError(
+            "continue_final_message goes on with the last message, add_generation_prompt begins "
+            "another one: choose one of them."
+        )
+    text = job.run(continue_final_message)
     spans: list[Span] = []
-    generation: list[tuple[int, int]] = []
-    at = 0
-    for origin, runs in groupby(runs_of(text), key=lambda run: run[1].origin):
-        end = at + sum(length for length, _ in runs)
-        spans.append(Span(at, end, origin))
-        at = end
-    at = 0
-    for inside, runs in groupby(runs_of(text), key=lambda run: run[1].generation):
-        end = at + sum(length for length, _ in runs)
-        if inside:
-            generation.append((at, end))
-        at = end
-    marked = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
-    return RenderedChat(str.__str__(text), tuple(spans), tuple(generation) if marked else None)
+    blocks: dict[int, tuple[int, int]] = {}
+    end = 0
+    for count, tag in runs_of(text):
+        start, end = end, end + count
+        origin = tag and tag.origin
+        if spans and spans[-1].origin == origin:
+            spans[-1] = Span(spans[-1].start, end, origin)
+        else:
+            spans.append(Span(start, end, origin))
+        if tag is not None and tag.block is not None:
+            blocks[tag.block] = (blocks.get(tag.block, (start, end))[0], end)
+    generation = tuple(sorted(blocks.values())) if job.template.has_generation else None
+    return RenderedChat(str.__str__(text), tuple(spans), generation)
 
 
 def render_text(
     template_or_tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Any] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    clock: datetime | Callable[[], datetime] | None = None,
+    continue_final_message: bool | str = False,
+    clock: Clock | None = None,
     **template_kwargs: Any,
 ) -> str:
-    """Renders the text of `render_chat`, without following its characters, which is faster."""
+    """Renders the text of `render_chat` without following its characters, which is faster.
+
+    Args:
+        template_or_tokenizer: As for `render_chat`, and so are the following.
+        messages: The same.
+        tools: The same.
+        documents: The same.
+        add_generation_prompt: The same.
+        continue_final_message: The same.
+        clock: The same.
+        template_kwargs: The same.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: As `render_chat` does.
+
+    Example:
+        >>> render_text("{{ messages[0].content }}!", [{"role": "user", "content": "Hi"}])
+        'Hi!'
+    """
+    if continue_final_message:
+        return render_chat(
+            template_or_tokenizer,
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            clock=clock,
+            **template_kwargs,
+        ).text
     template, named = read_template(template_or_tokenizer, bool(tools))
-    return _render(
-        template,
-        [_prepare(message) for message in messages],
-        list(tools) if tools else None,
-        documents,
-        add_generation_prompt,
-        continue_final_message,
-        clock,
-        named | template_kwargs,
-    )
+    job = _Job(template, messages, clock, traced=False)
+    job.set_variables(tools, documents, add_generation_prompt, named, template_kwargs)
+    return str.__str__(job.run())
 
 
-def read_template(source: Any, with_tools: bool = False) -> tuple[str, dict[str, str]]:
-    """Reads the template, and the texts of named tokens, of what `render_chat` takes.
+def read_template(source: Any, with_tools: bool = False) -> tuple[str, dict[str, Any]]:
+    """Reads the template, and the named tokens, of what `render_chat` takes.
 
     Raises:
         ValueError: There is no template, or no default one among several.
     """
-    named: dict[str, str] = {}
-    template = source
-    if not isinstance(source, (str, Mapping)):
+    template, named = source, {}
+    if not isinstance(source, str | Mapping):
         template = getattr(source, "chat_template", None)
-        tokens = {name: getattr(source, name, None) for name in _NAMED}
-        named = {name: str(token) for name, token in tokens.items() if token is not None}
+        known = getattr(source, "special_tokens_map", None)
+        if not isinstance(known, Mapping):
+            known = {name: getattr(source, name, None) for name in NAMED}
+        named = {name: _as_texts(token) for name, token in known.items() if token is not None}
     if isinstance(template, Mapping):
         name = "tool_use" if with_tools and "tool_use" in template else "default"
         if name not in template:
             raise ValueError(
-                f"There is no default among the chat templates {sorted(template)}: pass one of them."
+                f"There is no default among the chat templates {sorted(template)}: pass one."
             )
         template = template[name]
     if not isinstance(template, str):
@@ -163,132 +197,144 @@ def read_template(source: Any, with_tools: bool = False) -> tuple[str, dict[str,
     return template, named
 
 
-def _render(
-    template: str,
-    messages: list[dict[str, Any]],
-    tools: list[Any] | None,
-    documents: Any,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    clock: datetime | Callable[[], datetime] | None,
-    variables: dict[str, Any],
-) -> str:
-    if continue_final_message and add_generation_prompt:
-        raise ValueError(
-            "continue_final_message and add_generation_prompt exclude each other: choose one."
-        )
-    tag = ""
-    if continue_final_message:
-        tag = "CONTINUE_HERE "
-        _append_to_final(messages, tag)
-    compiled = compile_template(template)
-    environment: Any = compiled.environment
-    environment.steps = 0
-    if callable(clock):
-        environment.clock = clock
-    else:
-        environment.clock = datetime.now if clock is None else lambda: clock
-    try:
-        text = compiled.render(
-            messages=messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            **variables,
-        )
-    except (TemplateError, TypeError, RecursionError, OverflowError, AttributeError) as error:
-        raise ValueError(f"The chat template refuses this conversation: {error}") from error
-    if not tag:
-        return text
-    at = text.rfind(tag.strip())
-    if at < 0:
-        raise ValueError(
-            "The chat template does not write the final message's content, so it can't be continued."
-        )
-    return text[:at] if text[at : at + len(tag)] == tag else text[:at].rstrip()
+def _as_texts(token: Any) -> Any:
+    return [str(item) for item in token] if isinstance(token, list | tuple) else str(token)
 
 
-def _append_to_final(messages: list[dict[str, Any]], tag: str) -> None:
-    final = messages[-1] if messages else {}
-    content = final.get("content")
-    if isinstance(content, str):
-        final["content"] = content + tag
-    elif isinstance(content, list) and content:
-        content[-1]["text"] = content[-1]["text"] + tag
-    else:
-        raise ValueError("There is no content of a final message to continue.")
+class _Job:
+    def __init__(self, source: str, messages: Any, clock: Clock | None, traced: bool) -> None:
+        self.template: ChatTemplate = compile_template(source)
+        self._source = source
+        self._messages = getattr(messages, "messages", messages)
+        self._traced = traced
+        self._clock = datetime.now if clock is None else clock if callable(clock) else lambda: clock
+        self._variables: dict[str, Any] = {}
 
-
-def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a message and write it as templates know it; None counts as missing."""
-    role = message.get("role")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise ValueError(
-            f"The role {role!r} is not a word of letters, digits, '_' and '-', as templates write it."
-        )
-    prepared = {name: value for name, value in message.items() if value is not None}
-    prepared["content"] = _check_content(message.get("content"), prepared)
-    if prepared["content"] is None:
-        del prepared["content"]
-    reasoning = next((message[n] for n in _REASONING if message.get(n) is not None), None)
-    if reasoning is not None:
-        prepared = {"thinking": reasoning} | prepared | {"reasoning_content": reasoning}
-    if isinstance(prepared.get("tool_calls"), Sequence):
-        prepared["tool_calls"] = [_parse_arguments(call) for call in prepared["tool_calls"]]
-    return prepared
-
-
-def _check_content(content: Any, message: Mapping[str, Any]) -> Any:
-    if content is None:
-        return None if message.get("tool_calls") else ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        return [dict(part) for part in content]
-    raise ValueError(
-        f"The content {content!r:.80} is neither text nor a list of text parts: this package renders "
-        "text only."
-    )
-
-
-def _parse_arguments(call: Any) -> Any:
-    """Read the arguments of a tool call that come as JSON, so that they are written one way."""
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _parse_arguments(call["function"])}
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except ValueError:
-            return dict(call)
-        if isinstance(parsed, dict):
-            return {**call, "arguments": parsed}
-    return dict(call)
-
-
-def _trace_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            name: str(value) if name == "role" else _trace_value(value, Origin("message", i, name))
-            for name, value in _prepare(message).items()
+    def set_variables(
+        self,
+        tools: Sequence[Any] | None,
+        documents: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        named: Mapping[str, Any],
+        others: Mapping[str, Any],
+    ) -> None:
+        own = {name: others[name] for name in NAMED if isinstance(others.get(name), str)}
+        self._variables = {
+            **named,
+            **{k: self._prepare(v, "setting", k) for k, v in others.items() if k not in own},
+            **own,
+            "tools": self._prepare([_read_schema(t) for t in tools] if tools else None, "tool"),
+            "documents": self._prepare(documents, "document"),
+            "add_generation_prompt": add_generation_prompt,
         }
-        for i, message in enumerate(messages)
-    ]
+
+    def _prepare(self, value: Any, kind: str, field: str | None = None) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        tag = Tag(Origin(kind, None, field or f"{kind}s")) if self._traced else None
+        return prepare_value(value, tag)
+
+    def run(self, continued: bool | str = False) -> str:
+        as_text: set[str] = set()
+        while True:
+            messages = prepare_messages(self._messages, as_text, self._traced)
+            final = _mark_end(messages, continued, self._source) if continued else None
+            try:
+                text = self._render(messages)
+            except _Fault as fault:
+                if fault.feature is None or fault.feature in as_text:
+                    raise fault.as_error() from fault.__cause__
+                as_text.add(fault.feature)
+                continue
+            return text if final is None else _cut_end(text, final)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        size = sum(
+            len(value)
+            for message in messages
+            for value in message.values()
+            if isinstance(value, str)
+        )
+        steps = MOST_STEPS + 4 * len(messages) ** 2
+        token = CURRENT.set(
+            Rendering(self._traced, self._clock, steps + size, MOST_TEXT + 20 * size)
+        )
+        try:
+            context = self.template.new_context({"messages": messages, **self._variables})
+            return ENVIRONMENT.concat(self.template.root_render_func(context))
+        except NeedsText as need:
+            raise _Fault(self.template, need, need.feature) from need
+        except FAULTS as error:
+            missing = isinstance(error, UndefinedError) and "'content'" in str(error)
+            raise _Fault(self.template, error, "content" if missing else None) from error
+        finally:
+            CURRENT.reset(token)
 
 
-def _trace_all(value: Any, kind: str) -> Any:
-    return _trace_value(value, Origin(kind))
+class _Fault(Exception):
+    def __init__(self, template: ChatTemplate, error: Exception, feature: str | None) -> None:
+        super().__init__(error)
+        self.feature = feature
+        self._template = template
+        self._error = error
+
+    def as_error(self) -> ValueError:
+        line = None
+        step = self._error.__traceback__
+        while step is not None:
+            if step.tb_frame.f_globals.get("__jinja_template__") is self._template:
+                line = self._template.get_corresponding_lineno(step.tb_lineno)
+            step = step.tb_next
+        where = f" (line {line})" if line else ""
+        what = str(self._error) or type(self._error).__name__
+        if isinstance(self._error, NeedsText):
+            what = f"it takes {what} for text"
+        return ValueError(f"The chat template refuses this conversation{where}: {what}")
 
 
-def _trace_value(value: Any, origin: Origin) -> Any:
+def _read_schema(tool: Any) -> Any:
+    if not callable(tool) or isinstance(tool, Mapping):
+        return tool
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool)
+
+
+def _mark_end(messages: list[dict[str, Any]], continued: bool | str, source: str) -> str:
+    field = continued if isinstance(continued, str) else "content"
+    message = messages[-1] if messages else {}
+    value = message.get(field)
+    names = [field]
+    if field in REASONING:
+        names = [name for name in REASONING if name in message and message[name] == value]
+    if value is None or not any(name in source for name in names):
+        raise ValueError(
+            f"The last message has no {field!r} to continue, or the chat template never writes it."
+        )
+    mark = tagged(CONTINUED, CONTINUED_TAG)
     if isinstance(value, str):
-        return trace(value, origin) if value else ""
-    if isinstance(value, Mapping):
-        return {_trace_value(k, origin): _trace_value(v, origin) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_trace_value(item, origin) for item in value)
-    return value
+        message.update(dict.fromkeys(names, value + mark))
+        return value
+    for part in reversed(value):
+        if isinstance(part, dict) and "text" in part:
+            text = part["text"]
+            part["text"] = text + mark
+            return text
+    raise ValueError("The last message has no text to continue.")
+
+
+def _cut_end(text: str, final: str) -> str:
+    end = 0
+    found: tuple[int, int] | None = None
+    for count, tag in runs_of(text):
+        start, end = end, end + count
+        if tag is not None and tag.origin is CONTINUED_TAG.origin:
+            found = (start, count)
+    if found is None or final.strip() not in text:
+        raise ValueError(
+            "The chat template doesn't write the last message as it is, so that it can't be "
+            "continued."
+        )
+    start, count = found
+    text = text[:start]
+    return text if count == len(CONTINUED) else text.rstrip()
