@@ -40,6 +40,15 @@ def test_the_public_names_are_there():
         "FORMAT_MAPPING",
         "ChatMlSpecialTokens",
         "ChatTokenizer",
+        "EncodedChat",
+        "RenderedChat",
+        "collate_chats",
+        "encode_chat",
+        "encode_chats",
+        "encode_completions",
+        "extend_chat",
+        "is_prefix_stable",
+        "render_chat",
         "setup_chat_format",
     }
     assert all(hasattr(trl_chatformat, name) for name in trl_chatformat.__all__)

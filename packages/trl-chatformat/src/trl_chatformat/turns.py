@@ -80,7 +80,7 @@ def _choose(
         return set(own[-1:])
     if callable(train_on):
         return {number for number in own if train_on(number, messages[number])}
-    raise ValueError(f"train_on must be 'all', 'last' or a function, not {train_on!r}.")
+    raise ValueError(f"train_on={train_on!r} must be 'all', 'last' or a function.")
 
 
 def _marked(chat: RenderedChat, own: Sequence[int], chosen: set[int]) -> list[Turn]:
