@@ -48,7 +48,8 @@ class Writer:
         self._template = own if chat_template is None else chat_template
         named = read_named_tokens(tokenizer)
         self.trust = trust
-        self._rendering = {k: v for k, v in named.items() if v is not None} | rendering
+        self._rendering: dict[str, Any] = {k: v for k, v in named.items() if v is not None}
+        self._rendering |= rendering
         stops = read_stop_tokens(tokenizer, generation_config, stop_tokens)
         self._train_on = train_on
         self._include_trailing = include_trailing
@@ -88,7 +89,9 @@ class Writer:
 
     def _trace(self, conversation: Conversation, changes: Mapping[str, Any]) -> WrittenChat:
         messages, tools = conversation
-        rendered = render_chat(self._template, messages, tools=tools, **self._rendering | changes)
+        rendered = render_chat(
+            self._template, messages, tools=tools, **{**self._rendering, **changes}
+        )
         text, spans = rendered.text, rendered.spans
         found, neutralised = find_written(self.encoder.control, text, spans, self.trust)
         stops = [hit for hit in found if hit.token in self._stops]
@@ -120,13 +123,16 @@ class Writer:
         messages, tools = conversation
         roles = [message["role"] for message in messages]
         first = roles.index("assistant") if "assistant" in roles else 0
-        settings = self._rendering | {"tools": tools, "continue_final_message": False}
+        settings: dict[str, Any] = {**self._rendering, "continue_final_message": False}
         for asked in (messages[:first], messages):
             if asked:
                 with suppress(ValueError):
                     without, prompted = (
                         render_text(
-                            self._template, asked, **settings | {"add_generation_prompt": prompt}
+                            self._template,
+                            asked,
+                            tools=tools,
+                            **{**settings, "add_generation_prompt": prompt},
                         )
                         for prompt in (False, True)
                     )
@@ -135,7 +141,7 @@ class Writer:
         return ""
 
     def _report_open(self, turns: Sequence[Turn], changes: Mapping[str, Any]) -> None:
-        goes_on = (self._rendering | changes).get("continue_final_message")
+        goes_on = {**self._rendering, **changes}.get("continue_final_message")
         if turns and not turns[-1].ended and not goes_on:
             warnings.warn(
                 "The template writes no stop token after the assistant's last message, so its mask "
