@@ -132,7 +132,7 @@ class Writer:
                             self._template,
                             asked,
                             tools=tools,
-                            **{**settings, "add_generation_prompt": prompt},
+                            **(settings | {"add_generation_prompt": prompt}),
                         )
                         for prompt in (False, True)
                     )
