@@ -130,9 +130,9 @@ def _prepare_message(
 def _prepare_field(
     number: int, name: Any, value: Any, as_text: Collection[str], tag: Tag | None
 ) -> Any:
-    if name == "content" and isinstance(value, list | tuple):
+    if name == "content" and isinstance(value, (list, tuple)):
         return _prepare_parts(number, value, as_text, tag)
-    if name == "tool_calls" and isinstance(value, list | tuple):
+    if name == "tool_calls" and isinstance(value, (list, tuple)):
         return _with_tag(Items(_prepare_call(call, as_text, tag) for call in value), tag)
     return prepare_value(value, tag)
 

@@ -109,7 +109,7 @@ def render_chat(
     end = 0
     for count, tag in runs_of(text):
         start, end = end, end + count
-        origin = tag and tag.origin
+        origin = tag.origin if tag is not None else None
         if spans and spans[-1].origin == origin:
             spans[-1] = Span(spans[-1].start, end, origin)
         else:
@@ -176,8 +176,9 @@ def read_template(source: Any, with_tools: bool = False) -> tuple[str, dict[str,
     Raises:
         ValueError: There is no template, or no default one among several.
     """
-    template, named = source, {}
-    if not isinstance(source, str | Mapping):
+    template = source
+    named: dict[str, str] = {}
+    if not isinstance(source, (str, Mapping)):
         template = getattr(source, "chat_template", None)
         known = getattr(source, "special_tokens_map", None)
         if not isinstance(known, Mapping):
@@ -198,7 +199,7 @@ def read_template(source: Any, with_tools: bool = False) -> tuple[str, dict[str,
 
 
 def _as_texts(token: Any) -> Any:
-    return [str(item) for item in token] if isinstance(token, list | tuple) else str(token)
+    return [str(item) for item in token] if isinstance(token, (list, tuple)) else str(token)
 
 
 class _Job:

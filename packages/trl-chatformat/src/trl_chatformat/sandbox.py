@@ -212,7 +212,7 @@ class GenerationTag(Extension):
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         """Parses the tag and what it encloses."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
@@ -227,7 +227,8 @@ class GenerationTag(Extension):
             return text
         rendering.blocks += 1
         runs: list[Run] = [
-            (count, Tag(tag and tag.origin, rendering.blocks)) for count, tag in runs_of(text)
+            (count, Tag(tag.origin if tag else None, rendering.blocks))
+            for count, tag in runs_of(text)
         ]
         return make(str.__str__(text), runs)
 
@@ -300,13 +301,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             extensions=[GenerationTag, loopcontrols],
             cache_size=0,
         )
-        self.globals |= {
+        names: dict[str, Any] = {
             "dict": ChatDict(),
             "lipsum": lipsum,
             "namespace": ChatNamespace,
             "raise_exception": raise_exception,
             "strftime_now": strftime_now,
         }
+        self.globals.update(names)
         for name in FILTERS:
             if name not in CHEAP:
                 self.filters[name] = _wrap(name)
@@ -314,7 +316,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.filters[LOOP] = _count_items
 
     @staticmethod
-    def concat(pieces: Iterable[str]) -> str:
+    def concat(pieces: Any) -> Any:
         """Joins what a template writes."""
         found = pieces if isinstance(pieces, list) else list(pieces)
         CURRENT.get().measure(sum(map(len, found)))
@@ -364,7 +366,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             return left**right
         if isinstance(result, str):
             rendering.measure(len(result))
-        elif isinstance(result, list | tuple):
+        elif isinstance(result, (list, tuple)):
             rendering.weigh(result)
         return result
 
@@ -395,7 +397,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             if type(result) is str and rendering.traced and not _is_followed(__obj, owner):
                 result = unknown(result)
             rendering.measure(len(result))
-        elif isinstance(result, list | tuple | dict) and getattr(__obj, "__name__", "") != "get":
+        elif isinstance(result, (list, tuple, dict)) and getattr(__obj, "__name__", "") != "get":
             rendering.weigh(result)
         return result
 
@@ -425,7 +427,7 @@ def _check_bits(bits: int) -> None:
 def _check_product(rendering: Rendering, left: Any, right: Any) -> None:
     for value, count in ((left, right), (right, left)):
         if isinstance(count, int):
-            if isinstance(value, str | list | tuple):
+            if isinstance(value, (str, list, tuple)):
                 rendering.measure(len(value) * max(count, 0))
             elif isinstance(value, int):
                 _check_bits(value.bit_length() + count.bit_length())
@@ -509,7 +511,7 @@ def _wrap(name: str) -> Callable[..., Any]:
         elif name not in HANDING_ON:
             rendering.measure_value(value)
         result = _plain.call_filter(name, value, args, kwargs, context)
-        if isinstance(result, list | tuple):
+        if isinstance(result, (list, tuple)):
             rendering.weigh(result)
         elif isinstance(result, str):
             rendering.measure(len(result))
@@ -521,7 +523,7 @@ def _wrap(name: str) -> Callable[..., Any]:
 
 
 def _check_sum(rendering: Rendering, values: Sequence[Any]) -> None:
-    sizes = sum(len(value) for value in values if isinstance(value, list | tuple))
+    sizes = sum(len(value) for value in values if isinstance(value, (list, tuple)))
     rendering.charge(len(values) * sizes >> 6)
 
 

@@ -59,7 +59,7 @@ def find_texts(value: Any) -> Iterator[str]:
         for key, item in value.items():
             yield from find_texts(key)
             yield from find_texts(item)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from find_texts(item)
 
@@ -68,7 +68,7 @@ def has_others(value: Any) -> bool:
     """Says whether a value is, or holds, something else than text."""
     if isinstance(value, Mapping):
         return any(has_others(key) or has_others(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return any(map(has_others, value))
     return not isinstance(value, str)
 
@@ -180,7 +180,7 @@ def _json_texts(value: Any, sort: bool) -> Iterator[str | None]:
         for key, item in sorted(value.items()) if sort else value.items():
             yield key if isinstance(key, str) else None
             yield from _json_texts(item, sort)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _json_texts(item, sort)
 
