@@ -46,9 +46,12 @@ def test_it_is_what_gathering_then_takes(engine):
     for found in run_on_ranks(tell_and_measure, engine=engine):
         for cost, inner, peak in found:
             assert cost.parameters == numel
-            if engine == "fsdp2":  # a group's buffer passes while it is copied out
-                assert cost.peak_bytes - peak == shards
-                assert cost.missing_bytes < peak < cost.missing_bytes * 1.5
+            if engine == "fsdp2":
+                # A group's buffer passes while it is copied out, and gloo's threads may hold one
+                # for a moment longer.
+                needed = cost.peak_bytes - numel * 4 / 2
+                assert cost.missing_bytes < needed < cost.missing_bytes * 1.5
+                assert cost.missing_bytes < peak < needed * 1.3
             elif engine == "zero3":
                 assert cost.peak_bytes - peak == shards
                 assert cost.missing_bytes == peak, "nothing is there twice"
