@@ -144,7 +144,7 @@ def leave_for_good(accelerator, folder):
     except RuntimeError as error:
         changed = differences(before, engine_snapshot(model))
         Path(folder, "found").write_text(f"{error} Changed: {changed}")
-    return None
+    os._exit(1)
 
 
 @pytest.mark.parametrize("engine", GATHERING)
