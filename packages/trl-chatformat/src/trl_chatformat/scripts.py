@@ -15,7 +15,7 @@ from trl_chatformat.placing import Run, cut
 from trl_chatformat.provenance import Origin
 from trl_chatformat.rendering import render_chat, render_text
 from trl_chatformat.safety import Neutralised, Trust, find_written
-from trl_chatformat.turns import TrainOn, Turn, find_turns
+from trl_chatformat.turns import TrainOn, Turn, find_turns, read_prompt
 
 
 class WrittenChat(NamedTuple):
@@ -132,12 +132,13 @@ class Writer:
                             self._template,
                             asked,
                             tools=tools,
-                            **(settings | {"add_generation_prompt": prompt}),
+                            **(settings | {"add_generation_prompt": asks}),
                         )
-                        for prompt in (False, True)
+                        for asks in (False, True)
                     )
-                    if prompted.startswith(without) and prompted != without:
-                        return prompted[len(without) :]
+                    prompt = read_prompt(without, prompted)
+                    if prompt:
+                        return prompt
         return ""
 
     def _report_open(self, turns: Sequence[Turn], changes: Mapping[str, Any]) -> None:

@@ -2,11 +2,16 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
 from trl_chatformat.rendering import RenderedChat
 
 TrainOn = Literal["all", "last"] | Callable[[int, Mapping[str, Any]], bool]
+
+FEWEST = 3  # one or two letters in common with the prompt are no opening of a turn
+LONGEST_HEADER = 200
+LONGEST_END = 40
 
 
 class Turn(NamedTuple):
@@ -15,6 +20,15 @@ class Turn(NamedTuple):
     start: int
     end: int
     ended: bool = True
+
+
+class Own(NamedTuple):
+    """Characters in a row of a message: from where to where, its number and field."""
+
+    start: int
+    end: int
+    message: int
+    field: str | None
 
 
 def find_turns(
@@ -36,7 +50,7 @@ def find_turns(
     Args:
         chat: The rendered conversation.
         messages: Its messages.
-        prompt: What the template writes for `add_generation_prompt`.
+        prompt: What the template writes for `add_generation_prompt`: see `read_prompt`.
         stops: The stop tokens that the template wrote, in order: from where to where.
         openings: Where any control token that the template wrote begins, in order.
         train_on: Of the assistant's messages "all", the "last", or those for which a function of
@@ -48,115 +62,261 @@ def find_turns(
 
     Raises:
         ValueError: `train_on` is something else.
+
+    Example:
+        >>> from trl_chatformat import render_chat
+        >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+        >>> messages = [
+        ...     {"role": "user", "content": "Hi"},
+        ...     {"role": "assistant", "content": "Hello"},
+        ... ]
+        >>> chat = render_chat(template, messages)
+        >>> stops = [(8, 12), (28, 32)]
+        >>> [turn] = find_turns(chat, messages, "<assistant>", stops, [0, 8, 12, 28])
+        >>> chat.text[turn.start : turn.end]
+        'Hello</s>'
     """
-    own = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    chosen = _choose(own, messages, train_on)
+    assistants = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    chosen = _choose(assistants, messages, train_on)
     if chat.generation is not None:
-        return _marked(chat, own, chosen)
-    bounds = _bounds(chat, len(messages))
-    turns = []
-    for number in own:
-        before = max((end for _, end in bounds[:number] if end >= 0), default=0)
-        after = next((start for start, _ in bounds[number + 1 :] if start >= 0), len(chat.text))
-        first, last = bounds[number]
-        start = _begin(chat.text, prompt, before, first if first >= 0 else after)
-        if start is None:
-            if first < 0:
-                continue  # the template writes nothing of this turn
-            start = first
-        last = max(last, start)
-        turns.append((number, _end(start, last, after, len(chat.text), stops, openings)))
-    if include_trailing:
-        turns = [(n, _trail(turn, bounds, n, chat.text, openings)) for n, turn in turns]
-    return [turn for number, turn in turns if number in chosen]
+        return _marked(chat, assistants, chosen)
+    search = _Search(chat, messages, prompt, stops, openings, include_trailing)
+    turns = [(number, search.find(number)) for number in assistants]
+    return [turn for number, turn in turns if turn is not None and number in chosen]
+
+
+def read_prompt(without: str, with_prompt: str) -> str:
+    """Reads the generation prompt off a text that was rendered without and with it.
+
+    Args:
+        without: The text with `add_generation_prompt=False`.
+        with_prompt: The same conversation's text with `add_generation_prompt=True`.
+
+    Returns:
+        The prompt, or "" if there is none. It is whole where the template writes something else in
+        its place, such as an end of text, that begins with the same marks.
+
+    Example:
+        >>> read_prompt("<|user|>Hi</s>", "<|user|>Hi<|assistant|>")
+        '<|assistant|>'
+    """
+    start = _count_shared(without, with_prompt)
+    if len(without) - start > LONGEST_END:
+        return ""  # what differs is more than how the text ends
+    if start < len(without):
+        while start and with_prompt[start - 1] in "<[|":
+            start -= 1
+    return with_prompt[start:]
 
 
 def _choose(
-    own: Sequence[int], messages: Sequence[Mapping[str, Any]], train_on: TrainOn
+    assistants: Sequence[int], messages: Sequence[Mapping[str, Any]], train_on: TrainOn
 ) -> set[int]:
     if train_on == "all":
-        return set(own)
+        return set(assistants)
     if train_on == "last":
-        return set(own[-1:])
+        return set(assistants[-1:])
     if callable(train_on):
-        return {number for number in own if train_on(number, messages[number])}
+        return {number for number in assistants if train_on(number, messages[number])}
     raise ValueError(f"train_on={train_on!r} must be 'all', 'last' or a function.")
 
 
-def _marked(chat: RenderedChat, own: Sequence[int], chosen: set[int]) -> list[Turn]:
+def _marked(chat: RenderedChat, assistants: Sequence[int], chosen: set[int]) -> list[Turn]:
     blocks = chat.generation or ()
-    if chosen == set(own):
+    if chosen == set(assistants):
         return [Turn(*block) for block in blocks]
     turns = []
+    starts = [span.start for span in chat.spans]
+    known = set(assistants)
     for index, (start, end) in enumerate(blocks):
-        inside = (s.origin for s in chat.spans if s.start < end and s.end > start)
-        named = [o.message for o in inside if o is not None and o.message in own]
+        inside = chat.spans[bisect_left(starts, start + 1) - 1 : bisect_left(starts, end)]
+        named = [s.origin.message for s in inside if s.origin and s.origin.message in known]
         # A block in which no message shows is the one of its place.
-        number = named[0] if named else own[index] if len(blocks) == len(own) else None
-        if number in chosen:
-            turns.append(Turn(start, end))
+        if named or len(blocks) == len(assistants):
+            number = named[0] if named else assistants[index]
+            if number in chosen:
+                turns.append(Turn(start, end))
     return turns
 
 
-def _bounds(chat: RenderedChat, count: int) -> list[tuple[int, int]]:
-    """Say where each message's own characters begin and end; -1 where it has none."""
-    bounds = [(-1, -1)] * count
-    for span in chat.spans:
-        number = span.origin.message if span.origin is not None else None
-        if number is not None:
-            start = bounds[number][0]
-            bounds[number] = (span.start if start < 0 else start, span.end)
-    return bounds
+def _count_shared(first: str, second: str) -> int:
+    return len(commonprefix([first, second]))  # noqa: RUF071 (letter by letter it is)
 
 
-def _begin(text: str, prompt: str, low: int, high: int) -> int | None:
-    """Find the longest beginning of the prompt that the template writes between two positions."""
-    best, at = 0, low
-    begin = None
-    while prompt and (at := text.find(prompt[0], at, high)) >= 0:
-        length = _common(text, at, prompt)
-        if length >= max(best, 1):
-            best, begin = length, at + length
-        at += 1
-    # One or two letters in common are no opening of a turn.
-    return begin if best >= min(len(prompt), 3) else None
+class _Search:
+    """Looks for the turns of one conversation, from the first to the last."""
 
+    def __init__(
+        self,
+        chat: RenderedChat,
+        messages: Sequence[Mapping[str, Any]],
+        prompt: str,
+        stops: Sequence[tuple[int, int]],
+        openings: Sequence[int],
+        include_trailing: bool,
+    ) -> None:
+        self._text = chat.text
+        self._prompt = prompt
+        self._stops = stops
+        self._openings = openings
+        self._trailing = include_trailing
+        self._roles = [message["role"] for message in messages]
+        self._own = [
+            Own(span.start, span.end, span.origin.message, span.origin.field)
+            for span in chat.spans
+            if span.origin is not None and span.origin.message is not None
+        ]
+        self._starts = [own.start for own in self._own]
+        self._first = [-1] * len(messages)
+        for index in range(len(self._own) - 1, -1, -1):
+            self._first[self._own[index].message] = index
+        # The first message that shows, from each one on.
+        self._shown = [-1] * (len(messages) + 1)
+        for number in range(len(messages) - 1, -1, -1):
+            shows = self._first[number] >= 0
+            self._shown[number] = number if shows else self._shown[number + 1]
+        self._done = 0
 
-def _common(text: str, at: int, prompt: str) -> int:
-    length = 0
-    for letter in prompt:
-        if at + length >= len(text) or text[at + length] != letter:
-            break
-        length += 1
-    return length
+    def find(self, number: int) -> Turn | None:
+        """Find a message's turn, after those of earlier messages."""
+        index = self._first[number]
+        if index < 0:
+            found = self._find_empty(number)
+        else:
+            first = self._own[index].start
+            before = self._own[index - 1].end if index else 0
+            begins = self._begins(max(before, min(self._done, first)), first)
+            start = begins[-1] if begins else first
+            last, following = self._read_own(index)
+            found = self._close(number, start, max(last, start), following)
+        if found is not None:
+            self._done = max(self._done, found.end)
+        return found
 
+    def _find_empty(self, number: int) -> Turn | None:
+        # Nothing of the message shows: its turn is the first opening up to the next message.
+        following = self._shown[number + 1]
+        low = high = len(self._text)
+        if following >= 0:
+            high = max(self._own[self._first[following]].start, self._done)
+        before = bisect_left(self._starts, high) - 1
+        low = max(self._done, self._own[before].end if before >= 0 else 0)
+        begins = self._begins(min(low, high), high)
+        if following >= 0 and self._roles[following] == "assistant":
+            begins = begins[:-1]
+        elif following < 0 and len(begins) > 1 and begins[-1] == len(self._text):
+            begins = begins[:-1]  # the generation prompt
+        if not begins:
+            return None  # the template writes nothing of it
+        start = begins[0]
+        return self._close(number, start, start, bisect_left(self._starts, start))
 
-def _end(
-    start: int,
-    last: int,
-    after: int,
-    length: int,
-    stops: Sequence[tuple[int, int]],
-    openings: Sequence[int],
-) -> Turn:
-    stop = bisect_left(stops, (last, -1))
-    if stop < len(stops) and stops[stop][0] < max(after, last + 1):
-        return Turn(start, stops[stop][1])
-    opening = bisect_left(openings, last)
-    if opening < len(openings) and openings[opening] < after:
-        return Turn(start, openings[opening])
-    return Turn(start, after if after < length else length, after < length)
+    def _begins(self, low: int, high: int) -> list[int]:
+        """List where the longest beginning of the prompt ends that stands between two places."""
+        best = min(len(self._prompt), FEWEST)
+        found: list[int] = []
+        position = low
+        while self._prompt:
+            position = self._text.find(self._prompt[:FEWEST], position, high)
+            if position < 0:
+                break
+            length = self._in_common(position)
+            if length > best:
+                best = length
+                found.clear()
+            if length == best:
+                found.append(position + length)
+            position += 1
+        return found
 
+    def _in_common(self, position: int) -> int:
+        length = len(self._prompt)
+        return _count_shared(self._text[position : position + length], self._prompt)
 
-def _trail(
-    turn: Turn,
-    bounds: Sequence[tuple[int, int]],
-    number: int,
-    text: str,
-    openings: Sequence[int],
-) -> Turn:
-    after = next((start for start, _ in bounds[number + 1 :] if start >= 0), len(text))
-    opening = bisect_left(openings, turn.end)
-    if opening < len(openings) and openings[opening] < after:
-        return turn._replace(end=openings[opening])
-    return turn._replace(end=len(text)) if after == len(text) else turn
+    def _read_own(self, index: int) -> tuple[int, int]:
+        """Say where a message's characters end that are in its turn, and which come next."""
+        number = self._own[index].message
+        kept = [self._own[index]]
+        index += 1
+        while index < len(self._own) and self._own[index].message == number:
+            if self._is_closed(kept[-1].end, self._own[index].start):
+                break
+            kept.append(self._own[index])
+            index += 1
+        if index < len(self._own) and self._roles[self._own[index].message] != "assistant":
+            # Some templates name the tool that was called again where its answer begins.
+            while len(kept) > 1 and kept[-1].field == "tool_calls" and self._repeats(kept):
+                kept.pop()
+        return kept[-1].end, index
+
+    def _is_closed(self, low: int, high: int) -> bool:
+        stop = bisect_left(self._stops, (low, -1))
+        if stop == len(self._stops) or self._stops[stop][0] >= high:
+            return False
+        # An assistant's turn may have parts that each open as a turn does.
+        return not self._prompt or self._text.find(self._prompt, self._stops[stop][1], high) < 0
+
+    def _repeats(self, kept: Sequence[Own]) -> bool:
+        last = self._text[kept[-1].start : kept[-1].end]
+        return any(last in self._text[own.start : own.end] for own in kept[:-1])
+
+    def _close(self, number: int, start: int, last: int, following: int) -> Turn:
+        """Find a turn's end after the message's last character."""
+        after = len(self._text)
+        if following < len(self._own):
+            after = max(last, self._own[following].start)
+        opening = self._find_opening(number, last, after, following)
+        end = self._find_stop(last, after if opening is None else opening + 1)
+        if end is None:
+            if opening is not None:
+                return Turn(start, opening)
+            whole = after == len(self._text)
+            return Turn(start, after if whole else last, ended=False)
+        if self._trailing and opening is not None:
+            end = max(end, opening)
+        elif self._trailing and number + 1 == len(self._roles):
+            end = after
+        elif self._trailing:
+            rest = self._text[end:after]
+            end += len(rest) - len(rest.lstrip())
+        return Turn(start, end)
+
+    def _find_stop(self, low: int, high: int) -> int | None:
+        end = None
+        for stop in range(bisect_left(self._stops, (low, -1)), len(self._stops)):
+            begin = self._stops[stop][0]
+            if begin >= high or (end is not None and self._text[end:begin].strip()):
+                break
+            end = self._stops[stop][1]
+        return end
+
+    def _find_opening(self, number: int, low: int, high: int, following: int) -> int | None:
+        """Find where the next turn opens, between two places: the token most like the prompt's."""
+        whole = len(self._prompt)
+        if number + 1 == len(self._roles):  # what else could open is the prompt itself
+            at_end = self._prompt and self._text.endswith(self._prompt) and low <= high - whole
+            return high - whole if at_end and high == len(self._text) else None
+        span = slice(bisect_left(self._openings, low), bisect_left(self._openings, high))
+        likely = [(self._in_common(position), position) for position in self._openings[span]]
+        others = [(length, position) for length, position in likely if length < whole]
+        if self._roles[number + 1] != "assistant" and others:
+            end = self._find_stop(low, high)
+            most = max(others)[0]
+            places = [position for length, position in others if length == most]
+            after = [position for position in places if end is not None and position >= end]
+            if most and (after or len(others) == len(likely)):
+                return after[0] if after else places[-1]
+        most, place = max(likely, key=lambda found: found[0], default=(0, 0))
+        return place if most else self._find_header(low, high, following)
+
+    def _find_header(self, low: int, high: int, following: int) -> int | None:
+        # Without tokens, a header is what stands before other messages of the same role too.
+        if following == len(self._own):
+            return None
+        number = self._own[following].message
+        for other, index in enumerate(self._first):
+            if other != number and index >= 0 and self._roles[other] == self._roles[number]:
+                end = self._own[index].start
+                header = self._text[max(0, end - LONGEST_HEADER) : end][::-1]
+                return high - _count_shared(self._text[low:high][::-1], header)
+        return None
