@@ -230,3 +230,17 @@ def test_torch_still_has_the_private_names_that_are_used(process_group):
     handle = nn.Linear(2, 2).register_forward_pre_hook(print, with_kwargs=True)
     assert handle.hooks_dict_ref is not None
     assert len(handle.extra_dict_ref) == 1
+
+
+def test_synced_gpus_may_be_none_by_position(model):
+    prompt = torch.arange(3, 9).reshape(2, 3)
+    with unwrap_model_for_generation(model, None) as inside:
+        ids = inside.generate(prompt, None, None, None, None, None, max_new_tokens=2)
+    assert ids.shape[1] <= 5
+
+
+def test_what_is_no_parameter_is_not_taken_for_nothing_to_gather():
+    layer = nn.Linear(2, 2)
+    for given in (layer.named_parameters(), [layer], dict(layer.named_parameters())):
+        with pytest.raises(TypeError, match="is none: pass"), gathered(given):
+            pass

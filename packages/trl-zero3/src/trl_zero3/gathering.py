@@ -6,6 +6,7 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from trl_zero3 import _deepspeed_private as private
@@ -43,6 +44,7 @@ def gathered(
     Raises:
         ValueError: `bucket_bytes` is not positive, or a parameter is partitioned in a way that is
             not supported (NVMe, quantized, MiCS).
+        TypeError: Something given is no parameter.
         GatherWontFit: There is not enough free memory.
         RuntimeError: On entry, a parameter is just being gathered by its engine, which was not
             given. On leaving, the body raised on another rank.
@@ -113,6 +115,13 @@ def sharded_parameters(
         params = params.parameters()
     elif isinstance(params, nn.Parameter):
         params = [params]
+    params = list(params)
+    for parameter in params:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"gathered takes a module, a parameter or several parameters, and "
+                f"{type(parameter).__name__} is none: pass `module.parameters()`."
+            )
     held: list[Any] = [parameter for parameter in params if private.is_sharded(parameter)]
     return sorted(set(held), key=lambda parameter: parameter.ds_id)
 

@@ -131,8 +131,12 @@ def _synced(generate: Callable[..., Any], collective: bool) -> Callable[..., Any
 
     @functools.wraps(generate)
     def with_default(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind_partial(*args, **kwargs).arguments.get("synced_gpus")
+        bound = signature.bind_partial(*args, **kwargs)
+        asked = bound.arguments.get("synced_gpus")
         if asked is None:
+            if "synced_gpus" in bound.arguments:  # None, perhaps by position
+                bound.arguments["synced_gpus"] = collective
+                return generate(*bound.args, **bound.kwargs)
             kwargs["synced_gpus"] = collective
         elif collective and not asked:
             raise ValueError(
