@@ -266,7 +266,8 @@ class _Job:
         except NeedsText as need:
             raise _Fault(self.template, need, need.feature) from need
         except FAULTS as error:
-            missing = isinstance(error, UndefinedError) and "'content'" in str(error)
+            undefined = isinstance(error, UndefinedError) and "'content'" in str(error)
+            missing = undefined or isinstance(error, TypeError)
             raise _Fault(self.template, error, "content" if missing else None) from error
         finally:
             CURRENT.reset(token)

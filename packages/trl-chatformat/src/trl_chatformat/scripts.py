@@ -101,7 +101,7 @@ class Writer:
             messages,
             prompt,
             [(hit.start, hit.end) for hit in stops],
-            [hit.start for hit in found],
+            [(hit.start, hit.end) for hit in found],
             train_on=self._train_on,
             include_trailing=self._include_trailing,
         )

@@ -36,7 +36,7 @@ def find_turns(
     messages: Sequence[Mapping[str, Any]],
     prompt: str,
     stops: Sequence[tuple[int, int]],
-    openings: Sequence[int],
+    controls: Sequence[tuple[int, int]],
     *,
     train_on: TrainOn = "all",
     include_trailing: bool = False,
@@ -52,7 +52,7 @@ def find_turns(
         messages: Its messages.
         prompt: What the template writes for `add_generation_prompt`: see `read_prompt`.
         stops: The stop tokens that the template wrote, in order: from where to where.
-        openings: Where any control token that the template wrote begins, in order.
+        controls: All control tokens that the template wrote, in order, the same way.
         train_on: Of the assistant's messages "all", the "last", or those for which a function of
             the message's number and the message is true.
         include_trailing: Whether what the template writes after the stop token belongs to a turn.
@@ -72,7 +72,7 @@ def find_turns(
         ... ]
         >>> chat = render_chat(template, messages)
         >>> stops = [(8, 12), (28, 32)]
-        >>> [turn] = find_turns(chat, messages, "<assistant>", stops, [0, 8, 12, 28])
+        >>> [turn] = find_turns(chat, messages, "<assistant>", stops, stops)
         >>> chat.text[turn.start : turn.end]
         'Hello</s>'
     """
@@ -80,7 +80,7 @@ def find_turns(
     chosen = _choose(assistants, messages, train_on)
     if chat.generation is not None:
         return _marked(chat, assistants, chosen)
-    search = _Search(chat, messages, prompt, stops, openings, include_trailing)
+    search = _Search(chat, messages, prompt, stops, controls, include_trailing)
     turns = [(number, search.find(number)) for number in assistants]
     return [turn for number, turn in turns if turn is not None and number in chosen]
 
@@ -152,13 +152,14 @@ class _Search:
         messages: Sequence[Mapping[str, Any]],
         prompt: str,
         stops: Sequence[tuple[int, int]],
-        openings: Sequence[int],
+        controls: Sequence[tuple[int, int]],
         include_trailing: bool,
     ) -> None:
         self._text = chat.text
         self._prompt = prompt
         self._stops = stops
-        self._openings = openings
+        self._controls = controls
+        self._openings = [start for start, _ in controls]
         self._trailing = include_trailing
         self._roles = [message["role"] for message in messages]
         self._own = [
@@ -175,6 +176,7 @@ class _Search:
         for number in range(len(messages) - 1, -1, -1):
             shows = self._first[number] >= 0
             self._shown[number] = number if shows else self._shown[number + 1]
+        self._opened = len(prompt)  # how much of the prompt begins the turn that is looked at
         self._done = 0
 
     def find(self, number: int) -> Turn | None:
@@ -186,7 +188,7 @@ class _Search:
             first = self._own[index].start
             before = self._own[index - 1].end if index else 0
             begins = self._begins(max(before, min(self._done, first)), first)
-            start = begins[-1] if begins else first
+            start = begins[0] if begins else first
             last, following = self._read_own(index)
             found = self._close(number, start, max(last, start), following)
         if found is not None:
@@ -225,9 +227,17 @@ class _Search:
                 best = length
                 found.clear()
             if length == best:
-                found.append(position + length)
+                found.append(self._leave_whole(position + length))
             position += 1
+        self._opened = best if found else len(self._prompt)
         return found
+
+    def _leave_whole(self, position: int) -> int:
+        """Move a position out of a control token, to where it begins."""
+        before = bisect_left(self._openings, position) - 1
+        if before >= 0 and self._controls[before][1] > position:
+            return self._controls[before][0]
+        return position
 
     def _in_common(self, position: int) -> int:
         length = len(self._prompt)
@@ -292,20 +302,22 @@ class _Search:
 
     def _find_opening(self, number: int, low: int, high: int, following: int) -> int | None:
         """Find where the next turn opens, between two places: the token most like the prompt's."""
-        whole = len(self._prompt)
         if number + 1 == len(self._roles):  # what else could open is the prompt itself
-            at_end = self._prompt and self._text.endswith(self._prompt) and low <= high - whole
-            return high - whole if at_end and high == len(self._text) else None
+            start = high - len(self._prompt)
+            at_end = self._prompt and self._text.endswith(self._prompt) and low <= start
+            return start if at_end and high == len(self._text) else None
         span = slice(bisect_left(self._openings, low), bisect_left(self._openings, high))
         likely = [(self._in_common(position), position) for position in self._openings[span]]
-        others = [(length, position) for length, position in likely if length < whole]
-        if self._roles[number + 1] != "assistant" and others:
+        others = [(length, position) for length, position in likely if length < self._opened]
+        if self._roles[number + 1] != "assistant" and others and max(others)[0]:
+            # The next turn isn't the assistant's, though nothing of it may show.
             end = self._find_stop(low, high)
-            most = max(others)[0]
-            places = [position for length, position in others if length == most]
+            places = [position for length, position in others if length == max(others)[0]]
             after = [position for position in places if end is not None and position >= end]
-            if most and (after or len(others) == len(likely)):
-                return after[0] if after else places[-1]
+            if after:
+                return after[0]
+            if end is None or len(others) == len(likely):
+                return places[0 if len(others) < len(likely) else -1]
         most, place = max(likely, key=lambda found: found[0], default=(0, 0))
         return place if most else self._find_header(low, high, following)
 
