@@ -38,6 +38,17 @@ def pinned(monkeypatch):
     monkeypatch.setattr(chat_template_utils, "datetime", Pinned)
 
 
+def as_transformers_5(messages):
+    """What transformers 5 makes of messages, for whichever version is here."""
+    kept = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasons = [next((m[name] for name in names if name in m), None) for m in kept]
+    return [
+        message if reason is None else message | {"thinking": reason, "reasoning_content": reason}
+        for message, reason in zip(kept, reasons, strict=True)
+    ]
+
+
 def forms(messages):
     """What a template may take a conversation as; transformers gives the first."""
     messages = with_arguments(messages, as_text=False)
@@ -51,7 +62,9 @@ def render_theirs(tokenizer, messages, settings):
     settings = settings | {"tools": settings.get("tools") or None}
     for form in forms(messages):
         try:
-            text = tokenizer.apply_chat_template(form, tokenize=False, **settings)
+            text = tokenizer.apply_chat_template(
+                as_transformers_5(form), tokenize=False, **settings
+            )
         except Exception:  # whatever a template does wrong
             continue
         if PRINTED_PARTS not in text:
@@ -93,21 +106,21 @@ def test_generation_blocks_are_where_transformers_says(name):
     for shape, messages, settings in SHAPES:
         settings = settings | {"tools": settings.get("tools") or None}
         try:
-            texts, blocks = chat_template_utils.render_jinja_template(
-                [chat_template_utils._normalize_chat_messages(messages)],
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                bos_token="<s>",
-                eos_token="</s>",
-                **settings,
+            text, blocks = chat_template_utils._render_with_assistant_indices(
+                chat_template_utils._compile_jinja_template(template),
+                as_transformers_5(messages),
+                settings.get("tools"),
+                settings.get("documents"),
+                **{"add_generation_prompt": False, "bos_token": "<s>", "eos_token": "</s>"}
+                | {k: v for k, v in settings.items() if k not in ("tools", "documents")},
             )
         except Exception:  # whatever a template does wrong
             continue
         ours = render_chat(
             template, messages, clock=THEN, bos_token="<s>", eos_token="</s>", **settings
         )
-        if ours.text == texts[0]:
-            found = [block for block in blocks[0] if block[0] < block[1]]
+        if ours.text == text:
+            found = [block for block in blocks if block[0] < block[1]]
             assert list(ours.generation) == found, shape
             compared += 1
     assert compared >= 5
