@@ -102,10 +102,11 @@ def prepare_messages(messages: Any, as_text: Collection[str], traced: bool) -> l
 def _prepare_message(
     number: int, message: Any, as_text: Collection[str], traced: bool
 ) -> dict[str, Any]:
+    given = message
     if not isinstance(message, Mapping):
         message = _simplify(message)
         if not isinstance(message, Mapping):
-            raise ValueError(f"Message {number} is {message!r:.80}: a dict was expected.")
+            raise ValueError(f"Message {number} is {given!r:.80}: a dict was expected.")
     result: dict[str, Any] = {}
     for name, value in message.items():
         if value is None:

@@ -46,6 +46,7 @@ from trl_chatformat.provenance import (
     mapped,
     rebuilt,
     runs_of,
+    split_up,
     tagged,
     trace_of,
 )
@@ -164,7 +165,10 @@ def unknown(text: str) -> str:
         template = found.f_globals["__jinja_template__"]
         number = template.get_corresponding_lineno(found.f_lineno)
         line = f"line {number}: {template.lines[number - 1].strip():.80}"
-    return tagged(str.__str__(text), Tag(Origin("unknown", None, line)))
+    tag = Tag(Origin("unknown", None, line))
+    if isinstance(text, Markup):
+        return as_html(text, [(len(text), tag)])
+    return tagged(str.__str__(text), tag)
 
 
 class ChatTemplate(Template):
@@ -180,11 +184,15 @@ class Html(Markup):
     __slots__ = ("_trace",)
     _trace: Trace
 
+    def __iter__(self) -> Iterator[str]:
+        return split_up(self)
+
+    def __repr__(self) -> str:
+        return f"Markup({str.__repr__(self)})"
+
 
 def as_html(text: str, trace: Trace | None = None) -> str:
     """Marks traced text as HTML."""
-    if type(text) is str and trace is None:
-        return Markup(text)
     result = Html(str.__str__(text))
     result._trace = trace_of(text) if trace is None else trace
     return result
@@ -194,6 +202,7 @@ class ChatUndefined(Undefined):
     """What is missing; but whoever asks a list of parts for a text's method takes it for text."""
 
     __slots__ = ()
+    _tag: None = None  # asked for any other name, what is missing fails
 
     def __init__(self, hint: Any = None, obj: Any = None, name: Any = None, **more: Any) -> None:
         feature = getattr(type(obj), "feature", None)
@@ -283,7 +292,8 @@ def lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str:
     """Makes text without a meaning."""
     if n * max > MOST_PADDING:
         raise TooMuch("it asks for too much text")
-    return generate_lorem_ipsum(n, html, min, max)
+    text = generate_lorem_ipsum(n, html, min, max)
+    return as_html(text) if html else text
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -414,6 +424,8 @@ GROWING = frozenset(
 
 
 def _is_followed(called: Any, owner: Any) -> bool:
+    if isinstance(owner, Markup):
+        return False  # some of its methods give plain text
     if isinstance(owner, FOLLOWED) or isinstance(called, FOLLOWED) or called in FUNCTIONS:
         return True
     return isinstance(called, partial) and called.func is _format
@@ -572,7 +584,7 @@ def _replace(context: Context, s: Any, old: Any, new: Any, count: int | None = N
     rendering = CURRENT.get()
     text, old, new = map(rendering.spell, (s, old, new))
     rendering.measure(len(text) + text.count(old) * len(new))
-    if type(text) is str and type(new) is not str:
+    if isinstance(text, Markup) or (type(text) is str and type(new) is not str):
         text = make(text, trace_of(text))
     return text.replace(old, new, -1 if count is None else count)
 
@@ -600,19 +612,19 @@ def _indent(
         if number:
             pieces += ["\n", gap] if line or blank else ["\n"]
         pieces.append(line)
-    return concat(pieces)
+    return as_html(concat(pieces)) if isinstance(s, Markup) else concat(pieces)
 
 
 @pass_context
 def _escape(context: Context, value: Any) -> str:
     if hasattr(value, "__html__"):
-        return value if isinstance(value, Markup) else Markup(value.__html__())
+        return value if isinstance(value, Markup) else as_html(value.__html__())
     rendering = CURRENT.get()
     text = rendering.spell(value)
     rendering.measure(6 * len(text))
     plain = str.__str__(escape_html(str.__str__(text)))
     if type(text) is str:
-        return Markup(plain)
+        return as_html(plain)
     return as_html(rebuilt(plain, [text], lambda: _escape_runs(text)))
 
 

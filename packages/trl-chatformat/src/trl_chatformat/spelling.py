@@ -86,7 +86,7 @@ def spell(value: Any, unknown: Unknown) -> str:
     if isinstance(value, str):
         if type(value) is str or hasattr(value, "_trace"):
             return value
-        return unknown(str.__str__(value))
+        return unknown(value)
     plain = str(value)
     if not plain or type(plain) is not str:
         return plain
