@@ -1,6 +1,7 @@
 """What `gather_cost` tells, against what gathering then takes."""
 
 import pytest
+import torch
 
 from tests.distributed.generation_helpers import prepared, tiny_model, train_step
 from tools.bench.measures import StorageMeter
@@ -61,6 +62,29 @@ def test_it_is_what_gathering_then_takes(engine):
                 continue
             assert inner.missing_bytes == inner.launches == 0
             assert inner.peak_bytes == pytest.approx(numel * 4 * 3 / 2, rel=0.03)
+
+
+def cost_of_what_is_not_sharded(accelerator):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from trl_zero3 import gather_cost
+
+    whole = FullyShardedDataParallel(
+        tiny_model(), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=torch.device("cpu")
+    )
+    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+    half = parallelize_module(torch.nn.Linear(100, 100, bias=False), mesh, ColwiseParallel())
+    return gather_cost(whole), gather_cost(half)
+
+
+def test_what_no_engine_gathers_costs_what_is_there():
+    numel = sum(parameter.numel() for parameter in tiny_model().parameters())
+    for whole, half in run_on_ranks(cost_of_what_is_not_sharded, engine="ddp"):
+        assert (whole.parameters, whole.peak_bytes) == (numel, numel * 4)
+        assert (half.parameters, half.peak_bytes) == (10000, 20000)
+        assert whole.missing_bytes == whole.launches == half.missing_bytes == half.launches == 0
 
 
 def ask_of_another_size(accelerator):

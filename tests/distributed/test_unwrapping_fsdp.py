@@ -1,6 +1,7 @@
 """What is particular to FSDP1 and FSDP2 when a sharded model generates."""
 
 import pytest
+import torch
 
 from tests.distributed.generation_helpers import (
     full_weights,
@@ -72,8 +73,6 @@ def test_a_layer_that_raises_while_generating_leaves_training_as_it_was(engine, 
 
 
 def train_after_a_forward_that_raised(accelerator, generate):
-    import torch
-
     from tools.rails.snapshots import differences, engine_snapshot
     from trl_zero3 import unwrap_model_for_generation
 
@@ -110,8 +109,6 @@ def test_after_a_training_forward_that_raised_half_way_nothing_is_changed(engine
 
 
 def generate_in_bf16(accelerator):
-    import torch
-
     from trl_zero3 import unwrap_model_for_generation
 
     model, optimizer = prepared(accelerator, tiny_model())
@@ -181,8 +178,6 @@ def test_adapters_generate_and_train(engine):
 
 
 def add_adapters_to_a_sharded_model(accelerator):
-    import torch
-
     from trl_zero3 import unwrap_model_for_generation
 
     class Adapted(torch.nn.Module):
@@ -223,6 +218,31 @@ def test_ranks_stay_in_step_under_fsdp1():
     assert run_on_ranks(refuse_explicit_false, engine="fsdp1") == [4, 8]
 
 
+def save_and_go_backward_inside(accelerator, disturb):
+    from trl_zero3 import unwrap_model_for_generation
+
+    model, optimizer = prepared(accelerator, tiny_model())
+    losses = [train_step(accelerator, model, optimizer)]
+    if disturb:
+        weights = full_weights(model)
+        with unwrap_model_for_generation(model, accelerator) as inside:
+            expected = greedy(inside)
+            state = inside.state_dict()
+            assert all(tensor.equal(weights[name]) for name, tensor in state.items())
+            assert greedy(inside) == expected
+            ids = torch.arange(3, 9).reshape(2, 3)
+            inside(input_ids=ids, labels=ids).loss.backward()
+    return losses + [train_step(accelerator, model, optimizer, seed=step) for step in range(1, 4)]
+
+
+def test_a_state_dict_is_whole_inside_and_a_backward_inside_is_forgotten_under_fsdp2():
+    results = [
+        run_on_ranks(save_and_go_backward_inside, engine="fsdp2", disturb=disturb)
+        for disturb in (True, False)
+    ]
+    assert results[0] == results[1]
+
+
 def missing_private_names(accelerator):
     model, optimizer = prepared(accelerator, tiny_model())
     train_step(accelerator, model, optimizer)
@@ -238,6 +258,7 @@ def missing_private_names(accelerator):
             (groups[0], "wait_for_unshard _to_sharded mesh_info fsdp_params mp_policy device"),
             (groups[0].fsdp_params[0], "_orig_size fsdp_placement sharded_param offload_to_cpu"),
             (groups[0].fsdp_params[0], "_unsharded_param"),
+            (groups[0], "_module_to_pre_save_state_dict_hook_handle"),
             (state, "_mp_policy _pre_forward_hook_handle _post_forward_hook_handle"),
         ]
     else:
@@ -246,7 +267,7 @@ def missing_private_names(accelerator):
         wanted = [
             (_runtime_utils, "_lazy_init _reshard"),
             (model, "_all_fsdp_states _handle _exec_order_data training_state process_group"),
-            (model._handle, "world_size flat_param _offload_params device"),
+            (model._handle, "world_size flat_param _offload_params device uses_sharded_strategy"),
             (model._handle.flat_param, "_unpadded_unsharded_size"),
             (model._handle, "_training_state _needs_pre_forward_unshard needs_unshard"),
             (model._handle, "_post_forward_index _pre_forward_order_index"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from transformers import LlamaForCausalLM
 
 
@@ -26,3 +27,22 @@ def random_llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
         "tie_word_embeddings": False,
     }
     return LlamaForCausalLM(LlamaConfig(**tiny | settings))
+
+
+def generate_greedily(model: Any, prompt: torch.Tensor, tokens: int, **settings: Any) -> None:
+    """Let a model generate exactly so many tokens.
+
+    Raises:
+        RuntimeError: It generated another number.
+    """
+    import torch
+
+    output = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        do_sample=False,
+        **settings,
+    )
+    if output.shape[1] != prompt.shape[1] + tokens:
+        raise RuntimeError(f"{output.shape[1] - prompt.shape[1]} tokens were generated.")

@@ -1,12 +1,12 @@
 """Everything that needs no engine: unwrapping, settings inside, checkpointing, plain modules."""
 
-from copy import copy
+from copy import copy, deepcopy
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from trl_zero3 import (
     add_hooks,
@@ -244,3 +244,41 @@ def test_what_is_no_parameter_is_not_taken_for_nothing_to_gather():
     for given in (layer.named_parameters(), [layer], dict(layer.named_parameters())):
         with pytest.raises(TypeError, match="is none: pass"), gathered(given):
             pass
+
+
+def test_a_copy_made_inside_generates_from_its_own_weights(model, tmp_path):
+    with unwrap_model_for_generation(model, None) as inside:
+        copied = deepcopy(inside)
+        torch.save(inside, tmp_path / "model")
+    loaded = torch.load(tmp_path / "model", weights_only=False)
+    expected = generate(model, max_new_tokens=4, min_new_tokens=4).tolist()
+    for other in (copied, loaded):
+        assert generate(other, max_new_tokens=4, min_new_tokens=4).tolist() == expected
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        assert generate(other, max_new_tokens=4, min_new_tokens=4).tolist() != expected
+
+
+def test_overrides_reach_a_config_behind_a_wrapper_that_has_its_own(model):
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+            self.generation_config = GenerationConfig()
+
+    wrapper = Wrapper()
+    outer, inner = wrapper.generation_config, model.generation_config
+    with unwrap_model_for_generation(
+        wrapper, None, generation_kwargs={"max_new_tokens": 4, "min_new_tokens": 4}
+    ) as inside:
+        assert inside.generation_config.max_new_tokens == 4
+        assert generate(inside.inner).shape == (2, 7)
+    assert wrapper.generation_config is outer
+    assert model.generation_config is inner
+
+
+def test_a_generate_without_a_signature_is_left_alone():
+    layer = nn.Linear(2, 2)
+    layer.generate = max
+    with unwrap_model_for_generation(layer, None) as inside:
+        assert inside.generate(1, 2) == 2

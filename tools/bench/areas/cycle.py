@@ -22,7 +22,7 @@ import torch
 
 from tools.bench.measures import Measure, StorageMeter, alternate
 from tools.rails.collectives import CountCollectives
-from tools.rails.models import random_llama
+from tools.rails.models import generate_greedily, random_llama
 from tools.rails.ranks import run_on_ranks
 
 if TYPE_CHECKING:
@@ -63,14 +63,7 @@ def cycles(accelerator: Accelerator, contestant: str) -> dict[str, float]:
 
     def generate() -> None:
         with torch.no_grad(), unwrap_model_for_generation(model, accelerator) as unwrapped:
-            tokens = unwrapped.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-            )
-        if tokens.shape[1] != prompt.shape[1] + NEW_TOKENS:
-            raise RuntimeError(f"{tokens.shape[1] - prompt.shape[1]} tokens were generated.")
+            generate_greedily(unwrapped, prompt, NEW_TOKENS)
 
     def seconds(work: Any) -> float:
         accelerator.wait_for_everyone()

@@ -23,7 +23,7 @@ import torch
 
 from tools.bench.measures import Measure, StorageMeter
 from tools.rails.collectives import CountCollectives
-from tools.rails.models import random_llama
+from tools.rails.models import generate_greedily, random_llama
 from tools.rails.ranks import run_on_ranks
 
 if TYPE_CHECKING:
@@ -132,16 +132,7 @@ def generating(accelerator: Accelerator) -> dict[str, float]:
     prompt = torch.randint(2, 4000, (2, 16), device=accelerator.device)
     config = _zero3_is_known_to_transformers(accelerator)
 
-    def generate(model: Any, **settings: Any) -> None:
-        tokens = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            **settings,
-        )
-        if tokens.shape[1] != prompt.shape[1] + NEW_TOKENS:
-            raise RuntimeError(f"{tokens.shape[1] - prompt.shape[1]} tokens were generated.")
+    generate = functools.partial(generate_greedily, prompt=prompt, tokens=NEW_TOKENS)
 
     def generate_plainly(model: Any) -> None:
         replaced = torch.nn.functional.linear  # by DeepSpeed, for all models of the process

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,7 +146,7 @@ def plain_linears(model: nn.Module) -> Generator[None]:
     layers = [m for m in model.modules() if type(m) is nn.Linear and "forward" not in vars(m)]
     try:
         for layer in layers:
-            vars(layer)["forward"] = partial(_plain_linear, layer)
+            vars(layer)["forward"] = MethodType(_plain_linear, layer)
         yield
     finally:
         for layer in layers:
@@ -155,6 +155,9 @@ def plain_linears(model: nn.Module) -> Generator[None]:
 
 def _plain_linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return torch._C._nn.linear(input, layer.weight, layer.bias)
+
+
+_plain_linear.__name__ = "forward"  # by which the method of a saved layer is found again
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:

@@ -103,8 +103,26 @@ def fsdp2_unshard(groups: list[Any]) -> None:
         groups[-1].wait_for_unshard()
 
 
+@contextmanager
+def fsdp2_gradients(groups: list[Any]) -> Generator[None]:
+    """Forget what a backward inside leaves on whole parameters: the next one would add to it."""
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    before = {id(p): p._unsharded_param.grad for p in parameters if hasattr(p, "_unsharded_param")}
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = before.get(id(parameter))
+
+
 def fsdp2_hook_entries(states: list[Any]) -> Iterator[tuple[dict[int, Any], int]]:
-    """Yield where the hooks sit that only gather; those of a policy that casts do more."""
+    """Yield where the hooks sit that only gather, or that shard when the state is saved.
+
+    The forward hooks of a policy that casts do more, and stay.
+    """
+    for group in fsdp2_groups(states):
+        yield from hook_entries(group._module_to_pre_save_state_dict_hook_handle.values())
     for state in states:
         policy = state._mp_policy
         if policy.param_dtype is None and policy.output_dtype is None:
@@ -162,7 +180,7 @@ def fsdp1_handles(root: Any) -> list[Any]:
 
 def fsdp1_size(handle: Any, world_size: int | None = None) -> Size:
     """Return how large a unit is, on this many ranks."""
-    ranks = world_size or handle.world_size
+    ranks = (world_size or handle.world_size) if handle.uses_sharded_strategy else 1
     numel = handle.flat_param._unpadded_unsharded_size.numel()
     shard = -(-numel // ranks) * handle.flat_param.element_size()
     offloaded = handle._offload_params and handle.device.type != "cpu"

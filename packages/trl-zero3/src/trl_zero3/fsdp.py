@@ -42,8 +42,8 @@ def unsharded(model: nn.Module, check_memory: bool = True) -> Generator[None]:
     groups = private.fsdp2_groups(states)
     if any(group.is_sharded_post_forward for group in groups):
         raise RuntimeError(
-            "FSDP2 holds parameters resharded to fewer ranks, from a forward that awaits its "
-            "backward: generate before that forward or after that backward."
+            "FSDP2 holds parameters resharded to fewer ranks, as a forward leaves them: generate "
+            "after its backward or, if none follows, after calling reshard() on the FSDP modules."
         )
     sharded = [group for group in groups if group.is_sharded]
     ranks = None
@@ -55,7 +55,10 @@ def unsharded(model: nn.Module, check_memory: bool = True) -> Generator[None]:
     with ending_together(ranks), private.fsdp2_idle(states, groups):
         try:
             private.fsdp2_unshard(sharded)
-            with suspended_entries(private.fsdp2_hook_entries(states)):
+            with (
+                private.fsdp2_gradients(groups),
+                suspended_entries(private.fsdp2_hook_entries(states)),
+            ):
                 yield
         finally:
             private.fsdp2_reshard(sharded)
@@ -105,7 +108,7 @@ def summoned(model: nn.Module, check_memory: bool = True) -> Generator[bool]:
 
 def fsdp1_launches(root: Any, world_size: int | None = None) -> list[Launch]:
     """Return what `summoned` would launch for a root, on this many ranks."""
-    handles = private.fsdp1_handles(root)
+    handles = [handle for handle in private.fsdp1_handles(root) if handle.uses_sharded_strategy]
     wholes = {handle: private.fsdp1_size(handle, world_size).whole for handle in handles}
     kept = wholes.pop(root._handle, 0)
     return [Launch(kept, max(wholes.values(), default=0))]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trl_zero3 import _deepspeed_private as private
+from trl_zero3._fsdp_private import is_dtensor
 from trl_zero3.agreement import agreement_group, ending_together
 from trl_zero3.memory import Launch, Size, check_fits
 
@@ -99,11 +100,13 @@ def zero3_launches(
     return launches
 
 
-def zero3_size(parameter: nn.Parameter, world_size: int | None = None) -> Size:
+def zero3_size(parameter: Any, world_size: int | None = None) -> Size:
     """Return how large a parameter is, on this many ranks."""
     ranks = world_size or private.ranks_that_share(parameter)
     numel = private.whole_numel(parameter)
-    shard = -(-numel // ranks) * parameter.element_size()
+    # Of a tensor-parallel parameter only this rank's part is ever here.
+    local = parameter.to_local().numel() if is_dtensor(parameter) else numel
+    shard = -(-local // ranks) * parameter.element_size()
     return Size(numel, shard, shard * ranks)
 
 

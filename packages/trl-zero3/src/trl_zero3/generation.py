@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from contextlib import contextmanager
 from copy import deepcopy
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Mapping
 
     from torch import nn
 
 _ABSENT = object()
-_WRAPS = "_trl_zero3_wraps"
 
 
 @contextmanager
@@ -42,7 +41,7 @@ def disable_gradient_checkpointing(
         True
     """
     checkpointing = [m for m in model.modules() if _own(m, "gradient_checkpointing")]
-    with _attribute(checkpointing, "gradient_checkpointing", False):
+    with _attribute(dict.fromkeys(checkpointing, False), "gradient_checkpointing"):
         yield
 
 
@@ -57,96 +56,102 @@ def kept_training_modes(model: nn.Module) -> Generator[None]:
             module.training = mode
 
 
-def generation_config_for(model: nn.Module, generation_kwargs: dict[str, Any] | None) -> Any | None:
-    """Make the generation config that holds inside: the model's own, cached, with the overrides.
+def generation_configs_for(
+    model: nn.Module, generation_kwargs: dict[str, Any] | None
+) -> dict[nn.Module, Any]:
+    """Make the generation configs that hold inside: each module's own, cached, with the overrides.
+
+    Returns:
+        The config of each module that has one; modules that share one go on sharing it.
 
     Raises:
         ValueError: There are overrides, but no config to override or none of that name.
     """
-    config = _generation_config(model)
-    if config is None:
-        if generation_kwargs:
-            raise ValueError(
-                f"generation_kwargs were given, but this {type(model).__name__} has no "
-                "generation_config to override: leave them out."
-            )
-        return None
-    config = deepcopy(config)
-    if config.use_cache is False:
-        config.use_cache = True  # trainers switch it off for the training forward
-    if generation_kwargs:
-        unknown = config.update(**generation_kwargs)
-        if unknown:
-            raise ValueError(
-                f"generation_kwargs {sorted(unknown)} are not settings of "
-                f"{type(config).__name__}: remove or correct them."
-            )
-    return config
+    found = {m: vars(m).get("generation_config") for m in model.modules()}
+    originals = {module: config for module, config in found.items() if config is not None}
+    if generation_kwargs and not originals:
+        raise ValueError(
+            f"generation_kwargs were given, but this {type(model).__name__} has no "
+            "generation_config to override: leave them out."
+        )
+    changed = {
+        id(config): _changed(config, generation_kwargs or {}) for config in originals.values()
+    }
+    return {module: changed[id(config)] for module, config in originals.items()}
 
 
 @contextmanager
 def generation_settings(
-    model: nn.Module, config: Any | None, *, collective: bool
+    model: nn.Module, configs: dict[nn.Module, Any], *, collective: bool
 ) -> Generator[None]:
-    """Use this generation config inside, and sync the ranks in `generate` exactly if needed.
+    """Use these generation configs inside, and sync the ranks in `generate` exactly if needed.
 
     Args:
         model: The module that is handed to the user.
-        config: From `generation_config_for`.
+        configs: From `generation_configs_for`.
         collective: Forwards inside involve communication, so every rank must run as many.
     """
-    original = _generation_config(model)
-    owners = (
-        []
-        if original is None
-        else [m for m in model.modules() if vars(m).get("generation_config") is original]
-    )
-    generating: list[Any] = [module for module in model.modules() if _takes_synced_gpus(module)]
-    before = [(module, vars(module).get("generate", _ABSENT)) for module in generating]
-    try:
-        for module in generating:
-            vars(module)["generate"] = _synced(module.generate, collective)
-        with _attribute(owners, "generation_config", config):
-            yield
-    finally:
-        for module, value in before:
-            _set_or_delete(module, "generate", value)
+    synced = {m: _SyncedGenerate(m, collective) for m in model.modules() if _takes_synced_gpus(m)}
+    with _attribute(synced, "generate"), _attribute(configs, "generation_config"):
+        yield
 
 
-def _generation_config(model: nn.Module) -> Any | None:
-    """Return the outermost config, which wrappers that have none of their own delegate to."""
-    configs = (vars(module).get("generation_config") for module in model.modules())
-    return next((config for config in configs if config is not None), None)
+def _changed(config: Any, overrides: dict[str, Any]) -> Any:
+    config = deepcopy(config)
+    if config.use_cache is False:
+        config.use_cache = True  # trainers switch it off for the training forward
+    unknown = config.update(**overrides) if overrides else None
+    if unknown:
+        raise ValueError(
+            f"generation_kwargs {sorted(unknown)} are not settings of "
+            f"{type(config).__name__}: remove or correct them."
+        )
+    return config
 
 
-def _takes_synced_gpus(module: nn.Module) -> bool:
-    generate = _own(module, "generate")
-    return callable(generate) and "synced_gpus" in inspect.signature(generate).parameters
+class _SyncedGenerate:
+    """A module's `generate` with the right default of `synced_gpus`; it wraps no other of its kind.
 
+    It finds what to call through the module, and leaves copies of the module without itself.
+    """
 
-def _synced(generate: Callable[..., Any], collective: bool) -> Callable[..., Any]:
-    """Give `generate` the right default of `synced_gpus`; wrap the original, never a wrapper."""
-    generate = getattr(generate, _WRAPS, generate)
-    signature = inspect.signature(generate)
+    def __init__(self, module: Any, collective: bool) -> None:
+        present = vars(module).get("generate")
+        self._own = present._own if isinstance(present, _SyncedGenerate) else present
+        self._module = module
+        self._collective = collective
 
-    @functools.wraps(generate)
-    def with_default(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind_partial(*args, **kwargs)
-        asked = bound.arguments.get("synced_gpus")
-        if asked is None:
-            if "synced_gpus" in bound.arguments:  # None, perhaps by position
-                bound.arguments["synced_gpus"] = collective
-                return generate(*bound.args, **bound.kwargs)
-            kwargs["synced_gpus"] = collective
-        elif collective and not asked:
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._own or MethodType(type(self._module).generate, self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        generate = self.__wrapped__
+        given = inspect.signature(generate).bind_partial(*args, **kwargs)
+        asked = given.arguments.get("synced_gpus")
+        if self._collective and asked is not None and not asked:
             raise ValueError(
                 "synced_gpus=False would hang as soon as one rank finishes before another, since "
                 "every forward here communicates with other ranks: leave it out."
             )
-        return generate(*args, **kwargs)
+        if asked is None:
+            given.arguments["synced_gpus"] = self._collective
+        return generate(*given.args, **given.kwargs)
 
-    setattr(with_default, _WRAPS, generate)
-    return with_default
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_is, (self.__wrapped__,)
+
+
+def _as_it_is(generate: Callable[..., Any]) -> Callable[..., Any]:
+    return generate
+
+
+def _takes_synced_gpus(module: nn.Module) -> bool:
+    generate = _own(module, "generate")
+    try:
+        return callable(generate) and "synced_gpus" in inspect.signature(generate).parameters
+    except ValueError:  # a builtin that tells no signature
+        return False
 
 
 def _own(module: nn.Module, name: str) -> Any:
@@ -155,19 +160,16 @@ def _own(module: nn.Module, name: str) -> Any:
 
 
 @contextmanager
-def _attribute(modules: list[nn.Module], name: str, value: Any) -> Generator[None]:
-    before = [(module, vars(module).get(name, _ABSENT)) for module in modules]
+def _attribute(values: Mapping[nn.Module, Any], name: str) -> Generator[None]:
+    """Give modules an attribute inside, each its own value."""
+    before = [(module, vars(module).get(name, _ABSENT)) for module in values]
     try:
-        for module in modules:
+        for module, value in values.items():
             vars(module)[name] = value
         yield
     finally:
         for module, old in before:
-            _set_or_delete(module, name, old)
-
-
-def _set_or_delete(module: nn.Module, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        vars(module).pop(name, None)
-    else:
-        vars(module)[name] = value
+            if old is _ABSENT:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = old

@@ -61,8 +61,8 @@ def gather_cost(model: nn.Module, world_size: int | None = None) -> GatherCost:
     launches: list[Launch] = []
 
     roots: list[Any] = topmost(model, _fsdp_private.is_fsdp2)
-    states = [state for root in roots for state in _fsdp_private.fsdp2_states(root)]
-    groups = _fsdp_private.fsdp2_groups(states)
+    states = {id(s): s for root in roots for s in _fsdp_private.fsdp2_states(root)}
+    groups = _fsdp_private.fsdp2_groups(states.values())
     launches += fsdp2_launches([group for group in groups if group.is_sharded], world_size)
     for group in groups:
         size = _fsdp_private.fsdp2_size(group, world_size)
@@ -98,5 +98,5 @@ def gather_cost(model: nn.Module, world_size: int | None = None) -> GatherCost:
         parameters=numel,
         missing_bytes=sum(launch.kept for launch in launches),
         peak_bytes=held + bytes_to_allocate(launches),
-        launches=len(launches),
+        launches=sum(launch.kept > 0 for launch in launches),
     )

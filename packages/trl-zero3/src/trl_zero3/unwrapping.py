@@ -13,7 +13,7 @@ from trl_zero3.fsdp import summoned, unsharded
 from trl_zero3.gathering import gathered
 from trl_zero3.generation import (
     disable_gradient_checkpointing,
-    generation_config_for,
+    generation_configs_for,
     generation_settings,
     kept_training_modes,
 )
@@ -107,7 +107,7 @@ def unwrap_model_for_generation(
             "DeepCompile has put gathering into the compiled graphs of this engine, from where it "
             "can't be taken out: generate before engine.compile(), or without DeepCompile."
         )
-    config = generation_config_for(unwrapped, generation_kwargs)
+    configs = generation_configs_for(unwrapped, generation_kwargs)
     with ExitStack() as stack:
         stack.enter_context(kept_training_modes(model))
         if engine is not None:
@@ -123,7 +123,7 @@ def unwrap_model_for_generation(
         if not collective:  # tensor parallelism, whose layers add up their results
             collective = any(map(_fsdp_private.is_dtensor, unwrapped.parameters()))
         collective = collective and torch.distributed.get_world_size() > 1
-        stack.enter_context(generation_settings(unwrapped, config, collective=collective))
+        stack.enter_context(generation_settings(unwrapped, configs, collective=collective))
         yield unwrapped
 
 
