@@ -290,6 +290,23 @@ def test_the_command_exits_with_2_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("launched", "finalized"), [(True, ""), (False, "finalized\n")])
+def test_only_a_launched_rank_ends_without_finalization(launched, finalized, tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import atexit, engines\n"
+        "atexit.register(print, 'finalized')\n"
+        "print('last words')\n"
+        "engines.end_process(3)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(ppo.__file__).parent)}
+    environment.pop("LOCAL_RANK", None)
+    if launched:
+        environment["LOCAL_RANK"] = "0"
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "last words\n" + finalized)
+
+
 def test_the_example_stays_short_enough_to_read():
     assert len(Path(ppo.__file__).read_text().splitlines()) < 400
 

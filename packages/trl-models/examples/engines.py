@@ -13,7 +13,7 @@ import io
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +80,20 @@ def launch(script: str, arguments: Sequence[str], engine: str, processes: int) -
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     command = [*torchrun_command(processes), script, *arguments]
     return subprocess.run(command, env=environment, check=False).returncode
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process; a launched rank ends at once, without the interpreter's finalization.
+
+    torch 2.13 keeps the gloo threads of a group that a DDP model used, even past
+    `destroy_process_group`. One that still drops a tensor while Python finalizes is ended
+    inside C++ code that can't bear it, and takes the whole rank down with SIGABRT.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def make_accelerator(

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import real_data
 import torch
 from accelerate.utils import gather_object
-from engines import launch, make_accelerator, whole_state_dict
+from engines import end_process, launch, make_accelerator, whole_state_dict
 from folders import whole_folder
 from ppo_options import check, load_tokenizer, parse, read_completions
 from report import Metrics, draw, make_console, quiet_libraries, show_replies
@@ -396,4 +396,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     quiet_libraries()
-    sys.exit(main())
+    end_process(main())
