@@ -17,11 +17,13 @@ from trl_chatformat.sandbox import (
     Rendering,
     compile_template,
 )
+from trl_chatformat.spelling import find_texts
 
 # The texts of these variables are the template's own.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MOST_STEPS = 10_000_000
-MOST_TEXT = 10_000_000
+# What any conversation may cost; what it holds allows for more.
+MOST_STEPS = 1_000_000
+MOST_TEXT = 1_000_000
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 CONTINUED_TAG = Tag(Origin("continued"))
 FAULTS = (
@@ -250,16 +252,14 @@ class _Job:
             return text if final is None else _cut_end(text, final)
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
-        size = sum(
-            len(value)
-            for message in messages
-            for value in message.values()
-            if isinstance(value, str)
-        )
-        steps = MOST_STEPS + 4 * len(messages) ** 2
-        token = CURRENT.set(
-            Rendering(self._traced, self._clock, steps + size, MOST_TEXT + 20 * size)
-        )
+        def allow() -> tuple[int, int]:
+            # A template may look at all messages for each of them, and write them one by one
+            # to the end of a variable.
+            size = sum(map(len, find_texts([messages, self._variables])))
+            turns = len(messages)
+            return size + 4 * turns**2 + (turns * size >> 8), 20 * size
+
+        token = CURRENT.set(Rendering(self._traced, self._clock, MOST_STEPS, MOST_TEXT, allow))
         try:
             context = self.template.new_context({"messages": messages, **self._variables})
             return ENVIRONMENT.concat(self.template.root_render_func(context))

@@ -89,30 +89,49 @@ class Rendering:
         clock: Says what time it is.
         steps: How much the template may do.
         longest: How long a text may be.
+        allow: Says how many more steps, and how much more text, what was given justifies. It is
+            asked once, by a template that needs them.
     """
 
-    __slots__ = ("blocks", "clock", "longest", "steps", "traced")
+    __slots__ = ("allow", "blocks", "clock", "longest", "steps", "traced")
 
     def __init__(
-        self, traced: bool, clock: Callable[[], datetime], steps: int, longest: int
+        self,
+        traced: bool,
+        clock: Callable[[], datetime],
+        steps: int,
+        longest: int,
+        allow: Callable[[], tuple[int, int]],
     ) -> None:
         self.traced = traced
         self.clock = clock
         self.steps = steps
         self.longest = longest
+        self.allow: Callable[[], tuple[int, int]] | None = allow
         self.blocks = 0
 
     def charge(self, steps: int) -> None:
         """Counts what the template does."""
         self.steps -= steps
         if self.steps < 0:
-            raise TooMuch("it does not come to an end in a reasonable number of steps")
+            self._extend()
+            if self.steps < 0:
+                raise TooMuch("it does not come to an end in a reasonable number of steps")
 
     def measure(self, length: int) -> None:
         """Counts the text that the template makes."""
         if length > self.longest:
-            raise TooMuch("it makes a text that is out of all proportion to what was given")
-        self.charge(length >> 12)
+            self._extend()
+            if length > self.longest:
+                raise TooMuch("it makes a text that is out of all proportion to what was given")
+        self.charge(length >> 8)
+
+    def _extend(self) -> None:
+        if self.allow is not None:
+            steps, length = self.allow()
+            self.allow = None
+            self.steps += steps
+            self.longest += length
 
     def weigh(self, value: Any) -> None:
         """Counts what a container holds, again wherever it holds the same thing again."""
@@ -335,7 +354,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def write(value: Any) -> str:
         """Prints a value."""
-        return value if type(value) is str else CURRENT.get().spell(value)
+        rendering = CURRENT.get()
+        text = value if type(value) is str else rendering.spell(value)
+        rendering.charge(len(text) >> 8)
+        return text
 
     @staticmethod
     def join_texts(values: Sequence[Any]) -> str:
@@ -394,6 +416,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         rendering.charge(1)
         owner: Any = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
+            rendering.charge(len(owner) >> 8)
             name = __obj.__name__
             if name in GROWING:
                 _check_growth(rendering, name, owner, args, kwargs)
@@ -516,7 +539,7 @@ def _wrap(name: str) -> Callable[..., Any]:
                 raise TooMuch(f"it gives the filter `{name}` too large a number")
         if name in OF_TEXT:
             value = rendering.spell(value)
-        rendering.charge(1 + (len(value) if isinstance(value, Sized) else 0) // 64)
+        rendering.charge(1 + (len(value) if isinstance(value, Sized) else 0) // 16)
         if name == "sum":
             value = list(value)
             _check_sum(rendering, value)
@@ -663,6 +686,7 @@ def _tojson(
     }
     plain = json.dumps(value, **options)
     rendering.measure(len(plain))
+    rendering.charge(len(plain) >> 6)
     if not rendering.traced:
         return plain
     traced = spell_json(value, plain, options, unknown)
