@@ -1,14 +1,18 @@
 """Masks from templates that nobody marked, beside what the authors of TRL 1.16 marked by hand."""
 
+import contextlib
 import re
 from datetime import datetime
 from itertools import groupby
 
 import pytest
 import real_data
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from tools.rails.chat_shapes import SHAPES
-from trl_chatformat import render_chat
+from tools.rails.real_tokenizers import smollm2
+from trl_chatformat import encode_chat, render_chat
 from trl_chatformat.rendering import render_text
 from trl_chatformat.turns import find_turns, read_prompt
 
@@ -18,6 +22,7 @@ TEMPLATES = {
 TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 MARKED = [name for name, template in TEMPLATES.items() if TAG.search(template)]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "clock": datetime(2031, 2, 3)}
+SMOLLM2 = smollm2().backend_tokenizer.to_str()
 CONTROL = re.compile(
     r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|<[a-z_/|]+>|<\w+\|>|<\|\w+>|</s>|<s>"  # noqa: RUF001
 )
@@ -102,32 +107,42 @@ def write_prompt(template, messages, settings):
     return read_prompt(*texts)
 
 
-def find_unmarked(template, stops, messages, settings):
-    chat = render_chat(template, messages, **settings)
+def find_controls(chat):
     data = {i for span in chat.spans if span.origin for i in range(span.start, span.end)}
-    controls = [
+    return [
         match.span()
         for match in CONTROL.finditer(chat.text)
         if data.isdisjoint(range(*match.span()))
     ]
+
+
+def find_unmarked(template, stops, messages, settings):
+    chat = render_chat(template, messages, **settings)
+    controls = find_controls(chat)
     prompt = write_prompt(template, messages, settings)
     stopping = [(start, end) for start, end in controls if chat.text[start:end] in stops]
     turns = find_turns(chat, messages, prompt, stopping, controls, include_trailing=True)
     return chat.text, [turn[:2] for turn in turns], prompt
 
 
-@pytest.mark.parametrize("name", MARKED)
-def test_masks_are_those_of_the_author(name):
-    unmarked = TAG.sub(
-        lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", TEMPLATES[name]
+def unmark(template):
+    return TAG.sub(
+        lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", template
     )
-    compared = 0
+
+
+def render_shapes(template):
     for shape, messages, settings in SHAPES:
         settings = settings | NAMED
-        try:
-            chat = render_chat(TEMPLATES[name], messages, **settings)
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            yield shape, messages, settings, render_chat(template, messages, **settings)
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_masks_are_those_of_the_author(name):
+    unmarked = unmark(TEMPLATES[name])
+    compared = 0
+    for shape, messages, settings, chat in render_shapes(TEMPLATES[name]):
         text, spans, prompt = find_unmarked(unmarked, find(STOPS, name), messages, settings)
         assert text == chat.text, shape
         by_hand, found = merge(chat.generation), merge(spans)
@@ -141,3 +156,45 @@ def test_masks_are_those_of_the_author(name):
             assert found == by_hand, (shape, *pieces)
         compared += 1
     assert compared >= 5
+
+
+def add_control_tokens(texts):
+    backend = Tokenizer.from_str(SMOLLM2)
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in sorted(texts)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_masks_choose_the_tokens_that_the_author_chose(name):
+    """By the tokenizer's own offsets; what TRL's authors did differently is as above."""
+    shapes = [
+        found
+        for found in render_shapes(TEMPLATES[name])
+        if not any(name.startswith(other) and found[0] == shape for other, shape in DIFFERENT)
+    ]
+    texts = {chat.text[a:b] for *_, chat in shapes for a, b in find_controls(chat)}
+    tokenizer = add_control_tokens(texts | {"<s>", "</s>"})
+    for shape, messages, settings, chat in shapes:
+        encoded = encode_chat(
+            tokenizer,
+            messages,
+            chat_template=unmark(TEMPLATES[name]),
+            stop_tokens=[stop for stop in find(STOPS, name) if stop in texts],
+            trust=lambda number, field: True,
+            include_trailing=True,
+            **settings,
+        )
+        spans = merge(chat.generation)
+        if find(PROMPT_INSIDE, name):
+            text, found, prompt = find_unmarked(
+                unmark(TEMPLATES[name]), find(STOPS, name), messages, settings
+            )
+            others = [prompt, find(TOOLS_INSIDE, name) or ""]
+            spans = merge(leave_out(text, spans, found, others))
+        plain = tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True)
+        assert encoded.input_ids == plain["input_ids"], shape
+        chosen = [
+            int(any(a < end and start < b for start, end in spans))
+            for a, b in plain["offset_mapping"]
+        ]
+        assert encoded.assistant_masks == chosen, shape
