@@ -1,10 +1,13 @@
 """What `render_chat` takes, what it refuses, and what it says of each character."""
 
+import re
 import sys
 import threading
 from datetime import datetime
 
 import pytest
+from jinja2 import Environment
+from jinja2.exceptions import UndefinedError
 from transformers import PreTrainedTokenizerFast
 
 from trl_chatformat import render_chat
@@ -210,6 +213,15 @@ def test_errors_say_where_and_what():
         render_chat("a\n{% if %}", HI)
     with pytest.raises(ValueError, match="Message 0 is 'x'"):
         render_chat(CHATML, ["x"])
+
+
+@pytest.mark.parametrize("value", ["missing", "none", "5", "[1]"])
+def test_a_filter_for_text_alone_fails_on_what_is_none_as_in_jinja(value):
+    plain = "{{ " + value + "|indent }}"
+    with pytest.raises((UndefinedError, TypeError, AttributeError)) as expected:
+        Environment().from_string(plain).render()
+    with pytest.raises(ValueError, match=re.escape(str(expected.value))):
+        render_chat(plain, HI)
 
 
 def test_nothing_that_is_given_is_changed():

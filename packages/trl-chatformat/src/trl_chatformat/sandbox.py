@@ -26,7 +26,7 @@ from typing import Any
 from jinja2 import Template, nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateError, TemplateRuntimeError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import FILTERS
+from jinja2.filters import FILTERS, do_indent
 from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -625,6 +625,8 @@ def _indent(
     context: Context, s: str, width: int | str = 4, first: bool = False, blank: bool = False
 ) -> str:
     rendering = CURRENT.get()
+    if not isinstance(s, str) and not hasattr(type(s), "feature"):
+        return do_indent(s, width, first, blank)  # it fails, as in transformers
     text = rendering.spell(s)
     rendering.measure(len(width) if isinstance(width, str) else width)
     gap = width if isinstance(width, str) else " " * width

@@ -82,7 +82,7 @@ def find_turns(
         return _marked(chat, assistants, chosen)
     search = _Search(chat, messages, prompt, stops, controls, include_trailing)
     turns = [(number, search.find(number)) for number in assistants]
-    return [turn for number, turn in turns if turn is not None and number in chosen]
+    return [turn for number, turn in turns if turn and turn.start < turn.end and number in chosen]
 
 
 def read_prompt(without: str, with_prompt: str) -> str:
