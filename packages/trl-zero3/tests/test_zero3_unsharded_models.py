@@ -282,3 +282,14 @@ def test_a_generate_without_a_signature_is_left_alone():
     layer.generate = max
     with unwrap_model_for_generation(layer, None) as inside:
         assert inside.generate(1, 2) == 2
+
+
+@pytest.mark.parametrize("given", [None, "model", {"model": 1}])
+def test_what_is_no_module_is_refused(given):
+    with pytest.raises(TypeError, match=f"{type(given).__name__} was given"):
+        unwrap(given)
+    with (
+        pytest.raises(TypeError, match="pass the model"),
+        unwrap_model_for_generation(given, None),
+    ):
+        pass

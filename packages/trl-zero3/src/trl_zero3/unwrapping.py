@@ -36,6 +36,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     Args:
         model: Any module.
 
+    Raises:
+        TypeError: It is no module.
+
     Example:
         >>> from torch import nn
         >>> layer = nn.Linear(2, 2)
@@ -83,6 +86,7 @@ def unwrap_model_for_generation(
         ValueError: `generation_kwargs` can't apply, the model is the inside of a DeepSpeed engine,
             or its parameters are partitioned in a way that is not supported. Inside, `generate`
             raises it for an explicit `synced_gpus=False` where that would hang.
+        TypeError: The model is no module.
         GatherWontFit: There is not enough free memory on some rank.
         RuntimeError: Gathering was not wanted, but the engine's own hooks are off. On leaving, the
             body raised on another rank.
@@ -154,6 +158,11 @@ def _deepspeed(engine: nn.Module, gather: bool, check_memory: bool) -> Generator
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the model and what its wrappers wrap, from the outside in."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"{type(model).__name__} was given, where a torch.nn.Module was expected: pass the "
+            "model, as it was prepared."
+        )
     layers = [model]
     while (inner := _inside(layers[-1])) is not None:
         layers.append(inner)
