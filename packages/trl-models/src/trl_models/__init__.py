@@ -33,6 +33,7 @@ __all__ = [
     "prepare_deepspeed",
     "prepare_fsdp",
     "redirect",
+    "reference_logprobs",
     "remove_hooks",
     "render_chat",
     "setup_chat_format",
@@ -58,7 +59,12 @@ if TYPE_CHECKING:
         render_chat,
         setup_chat_format,
     )
-    from trl_prepare import create_reference_model, prepare_deepspeed, prepare_fsdp
+    from trl_prepare import (
+        create_reference_model,
+        prepare_deepspeed,
+        prepare_fsdp,
+        reference_logprobs,
+    )
     from trl_redirect import ForwardRedirection, _ForwardRedirection, redirect
     from trl_valuehead import (
         AutoModelForCausalLMWithValueHead,
@@ -116,6 +122,7 @@ else:
         "prepare_deepspeed": "trl_prepare",
         "prepare_fsdp": "trl_prepare",
         "redirect": "trl_redirect",
+        "reference_logprobs": "trl_prepare",
         "remove_hooks": "trl_zero3",
         "render_chat": "trl_chatformat",
         "setup_chat_format": "trl_chatformat",
