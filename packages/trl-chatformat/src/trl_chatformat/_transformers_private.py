@@ -1,4 +1,4 @@
-"""Private names of transformers' slow tokenizers: 4.51 to 5.24 have all of them."""
+"""Private names of transformers: 4.51 to 5.24 have all of them."""
 
 import copy
 from collections.abc import Mapping
@@ -36,3 +36,21 @@ def respell(tokenizer: Any, tokens: Mapping[int, AddedToken]) -> Any:
 
 def _added_tokens(tokenizer: Any) -> dict[int, AddedToken]:
     return tokenizer._added_tokens_decoder
+
+
+def grows_plainly(model: Any) -> bool:
+    """Tells whether a model's embeddings and output layer are all that grows with a vocabulary.
+
+    Args:
+        model: A transformers model.
+
+    Returns:
+        False where its class has a way of its own, or layers of kinds of their own.
+    """
+    from torch import nn
+
+    methods = (model.resize_token_embeddings, model._resize_token_embeddings)
+    own = any(m.__module__ != "transformers.modeling_utils" for m in methods)
+    head = model.get_output_embeddings()
+    plain_head = head is None or isinstance(head, nn.Linear)
+    return not own and plain_head and isinstance(model.get_input_embeddings(), nn.Embedding)

@@ -2,15 +2,20 @@
 
 import inspect
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from trl_chatformat._transformers_private import grows_plainly
 from trl_chatformat.rollback import ModelSnapshot
 
 if TYPE_CHECKING:
     import torch
 
-# Of a big vocabulary, so many rows at a time are turned into float32.
-CHUNK = 8192
+NewRows = Literal["sample", "mean"]
+
+# So many rows at a time are turned into float32.
+CHUNK = 4096
+# Of a big vocabulary, so many rows for each of their columns stand for all.
+ROWS_PER_COLUMN = 4
 
 
 def check_model(model: Any) -> None:
@@ -66,13 +71,18 @@ def _check_weight(weight: Any) -> None:
 
 
 def grow_embeddings(
-    model: Any, highest_id: int, new_ids: Collection[int], multiple: int | None, undo: ModelSnapshot
+    model: Any,
+    highest_id: int,
+    new_ids: Collection[int],
+    multiple: int | None,
+    undo: ModelSnapshot,
+    new_rows: NewRows = "sample",
 ) -> None:
     """Makes room for a vocabulary in a model's embeddings, and gives new tokens' rows values.
 
-    Rows are never taken away. Every row that is new, or gets a token for the first time, is drawn
-    from a normal distribution with the trained rows' mean and covariance; an output layer of its
-    own and its bias are treated alike. All other rows keep their bits, and modules their identity.
+    Rows are never taken away. Every row that is new, or gets a token for the first time, gets a
+    value that follows the trained rows; an output layer of its own and its bias are treated
+    alike. All other rows keep their bits, and modules and parameters their identity.
 
     Args:
         model: A transformers model.
@@ -80,6 +90,7 @@ def grow_embeddings(
         new_ids: The ids of new tokens, all above those of trained rows.
         multiple: The number of rows is rounded up to a multiple of this, if given.
         undo: Told about values before they are written over.
+        new_rows: "sample" draws each row, "mean" takes the trained rows' mean for all.
 
     Raises:
         RuntimeError: The model's own method didn't make the room.
@@ -95,13 +106,15 @@ def grow_embeddings(
     trained = min([*new_ids, highest_id + 1])
     old_rows = [tensor.shape[0] for tensor in (*matrices, *vectors)]
 
-    rows = max(highest_id + 1, matrices[0].shape[0])
+    rows = max(highest_id + 1, *old_rows)
     if multiple is not None:
         rows += -rows % multiple
-    if rows > min(old_rows):
-        _resize(model, rows)
-
     with torch.no_grad():
+        if rows > min(old_rows):
+            if grows_plainly(model):
+                _lengthen(model, [*matrices, *vectors], rows)
+            else:
+                _resize(model, rows)
         for tensor, old in zip((*matrices, *vectors), old_rows, strict=True):
             data = tensor.data
             if data.shape[0] <= highest_id:
@@ -116,9 +129,28 @@ def grow_embeddings(
             known = data[: min(trained, old)]
             undo.keep_rows(data, index)
             if data.dim() == 1:
-                data[index] = known.mean()
+                data[index] = known.mean() if len(known) else 0.0
             else:
-                data[index] = sample_rows(known, len(ids)).to(data.dtype)
+                data[index] = make_rows(known, len(ids), new_rows)
+
+
+def _lengthen(model: Any, tensors: list[Any], rows: int) -> None:
+    import torch
+
+    for tensor in tensors:
+        old = tensor.data
+        if old.shape[0] < rows:
+            longer = torch.empty((rows, *old.shape[1:]), dtype=old.dtype, device=old.device)
+            longer[: old.shape[0]] = old
+            tensor.data = longer
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if any(weight is tensor for tensor in tensors):
+            for size in ("num_embeddings", "out_features"):
+                if hasattr(module, size):
+                    setattr(module, size, rows)
+    model.config.get_text_config().vocab_size = rows
+    model.vocab_size = rows
 
 
 def _resize(model: Any, rows: int) -> None:
@@ -139,27 +171,105 @@ def _resize(model: Any, rows: int) -> None:
     model.set_output_embeddings(head)
 
 
+def make_rows(trained: "torch.Tensor", count: int, new_rows: NewRows) -> "torch.Tensor":
+    """Makes rows that follow trained ones; sampled rows differ in the trained rows' dtype.
+
+    Args:
+        trained: The trained rows, of shape (V, H).
+        count: How many rows to make.
+        new_rows: "sample" draws each row, "mean" takes the trained rows' mean for all.
+
+    Returns:
+        The rows in the trained rows' dtype, of shape (count, H).
+
+    Example:
+        >>> import torch
+        >>> make_rows(torch.tensor([[0.0, 2.0], [0.0, 0.0], [2.0, 4.0]]), 1, "mean")
+        tensor([[1., 3.]])
+    """
+    import torch
+
+    if new_rows == "mean":
+        return average_rows(trained).to(trained.dtype).expand(count, -1)
+    drawn = sample_rows(trained, count)
+    # Trained rows that are nearly the same leave less between rows than the dtype can tell apart.
+    spread = torch.finfo(trained.dtype).eps * drawn.abs().clamp(min=1e-3)
+    while len(torch.unique(rows := drawn.to(trained.dtype), dim=0)) < count:
+        drawn = drawn + spread * torch.randn_like(drawn)
+        spread = 2 * spread
+    return rows
+
+
+def average_rows(trained: "torch.Tensor") -> "torch.Tensor":
+    """Takes the mean of trained rows, those of one value throughout left out.
+
+    Args:
+        trained: The trained rows, of shape (V, H).
+
+    Returns:
+        The mean in float32, of shape (H,); zeros where no row is trained.
+    """
+    import torch
+
+    total = torch.zeros(trained.shape[1], dtype=torch.float32, device=trained.device)
+    size = 0
+    for start in range(0, len(trained), CHUNK):
+        rows = trained[start : start + CHUNK].float()
+        rows = rows[_find_trained(rows)]
+        total += rows.sum(dim=0)
+        size += len(rows)
+    return total / max(size, 1)
+
+
 def sample_rows(trained: "torch.Tensor", count: int) -> "torch.Tensor":
     """Draws rows from a normal distribution with the mean and covariance of trained rows.
 
     A random mixture of the centred rows has their covariance, which then needn't be computed.
+    Rows of one value throughout, such as zeros, were never trained and don't count. Of a
+    vocabulary with more than four rows for each of its columns, so many are chosen at random.
 
     Args:
         trained: The trained rows, of shape (V, H).
         count: How many rows to draw.
 
     Returns:
-        The rows in float32, of shape (count, H).
+        The rows in float32, of shape (count, H). Where no row is trained, they are normal with a
+        standard deviation of 0.02.
     """
     import torch
 
     size, width = trained.shape
-    form = {"device": trained.device, "dtype": torch.float32}
-    mixture = torch.randn(count, size, **form)
-    mixture -= mixture.mean(dim=1, keepdim=True)
+    form: dict[str, Any] = {"device": trained.device, "dtype": torch.float32}
     total, noise = torch.zeros(width, **form), torch.zeros(count, width, **form)
-    for start in range(0, size, CHUNK):
-        rows = trained[start : start + CHUNK].float()
+    weights, used, origin = torch.zeros(count, 1, **form), 0, None
+    chosen = max(ROWS_PER_COLUMN * width, CHUNK)
+    index = None
+    if size > chosen:
+        index = torch.randperm(size, device=trained.device)[:chosen].sort().values
+    for start in range(0, min(size, chosen), CHUNK):
+        span = slice(start, start + CHUNK)
+        rows = (trained[span] if index is None else trained[index[span]]).float()
+        rows = rows[_find_trained(rows)]
+        if not len(rows):
+            continue
+        if origin is None:
+            origin = rows.mean(dim=0)  # so that a big mean costs the sums no precision
+        rows -= origin
+        mixture = torch.randn(count, len(rows), **form)
         total += rows.sum(dim=0)
-        noise += mixture[:, start : start + CHUNK] @ rows
-    return total / size + noise / size**0.5
+        noise += mixture @ rows
+        weights += mixture.sum(dim=1, keepdim=True)
+        used += len(rows)
+    if origin is None:
+        return 0.02 * torch.randn(count, width, **form)
+    mean = total / used
+    return origin + mean + (noise - weights * mean) / used**0.5
+
+
+def _find_trained(rows: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    finite = rows.isfinite().all(dim=1)
+    if rows.shape[1] == 1:
+        return finite
+    return finite & torch.ne(rows.amax(dim=1), rows.amin(dim=1))
