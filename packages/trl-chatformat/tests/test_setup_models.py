@@ -4,7 +4,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from trl_chatformat import setup_chat_format
 from trl_chatformat.embeddings import sample_rows
@@ -162,12 +162,65 @@ def test_an_encoder_decoder_model_grows_everywhere_and_stays_tied(fast, encoder_
 def test_ids_of_config_and_generation_config_are_set(tokenizer, make_llama):
     model = make_llama(512)
     model.config.eos_token_id = 7
-    model.generation_config.eos_token_id = [7, 8]
+    model.generation_config.eos_token_id = 7
     setup_chat_format(model, tokenizer)
     for config in (model.config, model.generation_config):
         assert config.bos_token_id == tokenizer.bos_token_id
         assert config.eos_token_id == tokenizer.eos_token_id
         assert config.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_of_several_stop_ids_the_new_one_comes_first_and_once(tokenizer, make_llama, times):
+    model = make_llama(512)
+    model.config.eos_token_id = [9, 7]
+    model.generation_config.eos_token_id = [7, 8, 7]
+    for _ in range(times):
+        tokenizer.chat_template = None
+        setup_chat_format(model, tokenizer)
+    assert model.config.eos_token_id == [tokenizer.eos_token_id, 9, 7]
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, 7, 8]
+
+
+def test_a_text_config_inside_gets_ids_and_size(fast):
+    text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 325}
+    text |= {"model_type": "llama"}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    vision |= {"model_type": "clip_vision_model"}
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=3)
+    model = LlavaForConditionalGeneration(config)
+    before = model.get_input_embeddings().weight.detach().clone()
+    _, _, added = setup_chat_format(model, fast, return_added_ids=True)
+    assert added == [325, 326]
+    assert model.config.text_config.vocab_size == 327
+    assert model.config.text_config.eos_token_id == model.config.eos_token_id == 326
+    assert model.get_input_embeddings().weight.shape[0] == 327
+    assert model.get_output_embeddings().weight.shape[0] == 327
+    assert torch.equal(model.get_input_embeddings().weight[:325], before)
+    ids = torch.tensor([[325, 5, 326]])
+    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
+
+
+def test_rows_of_the_mean(fast, make_llama):
+    model = make_llama(512, tie=False)
+    setup_chat_format(model, fast, new_rows="mean")
+    for weight in weights(model):
+        mean = weight[:OLD_IDS].mean(0)
+        assert torch.allclose(weight[OLD_IDS : OLD_IDS + 2], mean.expand(2, -1), atol=1e-6)
+
+
+def test_a_second_set_up_adds_and_changes_nothing(fast, make_llama):
+    model = make_llama(325, tie=False)
+    setup_chat_format(model, fast)
+    storages = [weight.data_ptr() for weight in weights(model)]
+    before = [weight.detach().clone() for weight in weights(model)]
+    fast.chat_template = None
+    _, _, added = setup_chat_format(model, fast, return_added_ids=True)
+    assert added == []
+    assert [weight.data_ptr() for weight in weights(model)] == storages
+    assert all(map(torch.equal, weights(model), before))
 
 
 def test_a_model_without_a_generation_config_is_set_up(fast, make_llama):

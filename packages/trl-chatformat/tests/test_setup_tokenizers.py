@@ -279,3 +279,38 @@ def test_metaspace_and_unigram_tokenizers_agree_with_transformers(backend_and_na
     text = "<|im_start|>user\nThe quick fox<|im_end|>\n"
     assert ours.encode(text) == theirs(text)["input_ids"]
     assert ours.get_vocab() == theirs.get_vocab()
+
+
+def test_a_distinct_pad_is_new_where_the_own_one_ends_texts(tokenizer):
+    eos = tokenizer.eos_token
+    tokenizer.pad_token = eos
+    _, _, added = setup_chat_format(None, tokenizer, pad_token="distinct", return_added_ids=True)
+    assert tokenizer.pad_token == "<|pad|>"
+    assert added == [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert len(set(added)) == 3
+    ids = tokenizer.encode("a<|pad|>b", add_special_tokens=False)
+    assert ids.count(tokenizer.pad_token_id) == 1
+
+
+def test_a_distinct_pad_is_the_tokenizers_own_where_it_has_one(byte_level):
+    tokenizer = ChatTokenizer(byte_level, {"eos_token": "<|endoftext|>", "pad_token": "<tool>"})
+    _, _, added = setup_chat_format(None, tokenizer, pad_token="distinct", return_added_ids=True)
+    assert tokenizer.pad_token == "<tool>"
+    assert added == [tokenizer.bos_token_id, tokenizer.eos_token_id]
+
+
+def test_a_pad_of_any_text(tokenizer):
+    setup_chat_format(None, tokenizer, pad_token="<fill>")
+    assert tokenizer.pad_token == "<fill>"
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"pad_token": ""}, {"pad_token": 3}, {"new_rows": "zeros"}, {"new_rows": None}]
+)
+def test_arguments_of_no_sense_are_refused_first(tokenizer, arguments):
+    size = len(tokenizer)
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        setup_chat_format(None, tokenizer, **arguments)
+    assert len(tokenizer) == size
+    assert tokenizer.chat_template is None

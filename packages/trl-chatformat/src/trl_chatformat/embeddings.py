@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 NewRows = Literal["sample", "mean"]
 
-# So many rows at a time are turned into float32.
-CHUNK = 4096
-# Of a big vocabulary, so many rows for each of their columns stand for all.
+# So many rows at a time are turned into float32: few enough for a processor's cache.
+CHUNK = 512
+# Of a big vocabulary, so many rows for each of their columns stand for all, and at least so many.
 ROWS_PER_COLUMN = 4
+LEAST_ROWS = 4096
 
 
 def check_model(model: Any) -> None:
@@ -214,8 +215,7 @@ def average_rows(trained: "torch.Tensor") -> "torch.Tensor":
     total = torch.zeros(trained.shape[1], dtype=torch.float32, device=trained.device)
     size = 0
     for start in range(0, len(trained), CHUNK):
-        rows = trained[start : start + CHUNK].float()
-        rows = rows[_find_trained(rows)]
+        rows = _keep_trained(trained[start : start + CHUNK])
         total += rows.sum(dim=0)
         size += len(rows)
     return total / max(size, 1)
@@ -240,36 +240,32 @@ def sample_rows(trained: "torch.Tensor", count: int) -> "torch.Tensor":
 
     size, width = trained.shape
     form: dict[str, Any] = {"device": trained.device, "dtype": torch.float32}
-    total, noise = torch.zeros(width, **form), torch.zeros(count, width, **form)
-    weights, used, origin = torch.zeros(count, 1, **form), 0, None
-    chosen = max(ROWS_PER_COLUMN * width, CHUNK)
+    chosen = max(ROWS_PER_COLUMN * width, LEAST_ROWS)
     index = None
     if size > chosen:
         index = torch.randperm(size, device=trained.device)[:chosen].sort().values
+    # The first row of weights is ones, for the sum.
+    weights, sums, used = torch.zeros(count, 1, **form), torch.zeros(1 + count, width, **form), 0
     for start in range(0, min(size, chosen), CHUNK):
         span = slice(start, start + CHUNK)
-        rows = (trained[span] if index is None else trained[index[span]]).float()
-        rows = rows[_find_trained(rows)]
-        if not len(rows):
-            continue
-        if origin is None:
-            origin = rows.mean(dim=0)  # so that a big mean costs the sums no precision
-        rows -= origin
-        mixture = torch.randn(count, len(rows), **form)
-        total += rows.sum(dim=0)
-        noise += mixture @ rows
-        weights += mixture.sum(dim=1, keepdim=True)
+        rows = _keep_trained(trained[span] if index is None else trained[index[span]])
+        mixture = torch.randn(1 + count, len(rows), **form)
+        mixture[0] = 1
+        sums += mixture @ rows
+        weights += mixture[1:].sum(dim=1, keepdim=True)
         used += len(rows)
-    if origin is None:
+    if not used:
         return 0.02 * torch.randn(count, width, **form)
-    mean = total / used
-    return origin + mean + (noise - weights * mean) / used**0.5
+    mean = sums[0] / used
+    return mean + (sums[1:] - weights * mean) / used**0.5
 
 
-def _find_trained(rows: "torch.Tensor") -> "torch.Tensor":
+def _keep_trained(rows: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    finite = rows.isfinite().all(dim=1)
-    if rows.shape[1] == 1:
-        return finite
-    return finite & torch.ne(rows.amax(dim=1), rows.amin(dim=1))
+    rows = rows.float()
+    lowest, highest = rows.amin(dim=1), rows.amax(dim=1)  # far faster than aminmax
+    kept = lowest.isfinite() & highest.isfinite()
+    if rows.shape[1] > 1:
+        kept &= torch.ne(lowest, highest)
+    return rows if kept.all() else rows[kept]

@@ -1,10 +1,11 @@
 """Setting up a tokenizer, and the model that goes with it, for a chat format."""
 
 import copy
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_args, overload
 
 from trl_chatformat.beginning_tokens import drop_beginning_tokens, drop_slow_beginning_tokens
-from trl_chatformat.embeddings import check_model, grow_embeddings
+from trl_chatformat.embeddings import NewRows, check_model, grow_embeddings
 from trl_chatformat.formats import ChatFormat, get_format
 from trl_chatformat.rollback import ModelSnapshot
 from trl_chatformat.tokenizer_files import ChatTokenizer
@@ -14,31 +15,65 @@ ModelT = TypeVar("ModelT")
 TokenizerT = TypeVar("TokenizerT")
 
 
+@overload
 def setup_chat_format(
     model: ModelT,
     tokenizer: TokenizerT,
     format: str = "chatml",
     resize_to_multiple_of: int | None = None,
-) -> tuple[ModelT, TokenizerT]:
+    *,
+    pad_token: str | None = None,
+    new_rows: NewRows = "sample",
+    return_added_ids: Literal[False] = False,
+) -> tuple[ModelT, TokenizerT]: ...
+@overload
+def setup_chat_format(
+    model: ModelT,
+    tokenizer: TokenizerT,
+    format: str = "chatml",
+    resize_to_multiple_of: int | None = None,
+    *,
+    pad_token: str | None = None,
+    new_rows: NewRows = "sample",
+    return_added_ids: Literal[True],
+) -> tuple[ModelT, TokenizerT, list[int]]: ...
+def setup_chat_format(
+    model: ModelT,
+    tokenizer: TokenizerT,
+    format: str = "chatml",
+    resize_to_multiple_of: int | None = None,
+    *,
+    pad_token: str | None = None,
+    new_rows: NewRows = "sample",
+    return_added_ids: bool = False,
+) -> tuple[ModelT, TokenizerT] | tuple[ModelT, TokenizerT, list[int]]:
     """Sets up a base model and its tokenizer for a chat format, in place.
 
     The tokenizer gets the format's special tokens beside those it has, and its template, which
     from then on writes the beginning tokens: the tokenizer no longer adds one. The model gets
-    rows for the new tokens and the ids of pad, bos and eos. Whatever fails, both stay as they
-    were.
+    rows for the new tokens and, in its configs, the ids of pad, bos and eos; where a config lists
+    several stop ids, the new eos comes first and the others stay. Whatever fails, both stay as
+    they were.
 
     Args:
         model: A transformers model, or None to set up the tokenizer alone, which needs no torch.
         tokenizer: A transformers tokenizer, fast or slow, or a `ChatTokenizer`.
         format: A key of `FORMAT_MAPPING`.
         resize_to_multiple_of: Rounds the number of embedding rows up to a multiple of this.
+        pad_token: Another pad token than the format's: its text, or "distinct" for the
+            tokenizer's own where that ends or begins nothing, else `<|pad|>`.
+        new_rows: "sample" draws each new row from the trained rows' distribution, "mean" gives
+            their mean to all.
+        return_added_ids: Whether to return the ids of new tokens as well.
 
     Returns:
-        The same model and tokenizer.
+        The same model and tokenizer; with `return_added_ids`, also the ids of the tokens that the
+        tokenizer lacked, in order.
 
     Raises:
         ValueError: The tokenizer has a chat template already; there is no such format;
-            `resize_to_multiple_of` isn't a positive int; the model has PEFT adapters, embeddings
+            `resize_to_multiple_of` isn't a positive int, `pad_token` no text, or `new_rows`
+            neither of its two values; the model has PEFT adapters, embeddings
             that are sharded, quantized or not loaded, or separate ones for encoder and decoder;
             the tokenizer puts a token before every text and has no switch for it.
         TypeError: The tokenizer or the model is of an unknown kind.
@@ -54,6 +89,10 @@ def setup_chat_format(
         [2, 0, 1, 3]
     """
     _check_multiple(resize_to_multiple_of)
+    if pad_token is not None and (not isinstance(pad_token, str) or not pad_token):
+        raise ValueError(f'pad_token={pad_token!r}: a text was expected, "distinct", or None.')
+    if new_rows not in get_args(NewRows):
+        raise ValueError(f'new_rows={new_rows!r}: "sample" or "mean" was expected.')
     if not hasattr(tokenizer, "chat_template"):
         raise TypeError(
             f"{type(tokenizer).__name__} has no `chat_template`: pass a transformers tokenizer or "
@@ -69,11 +108,38 @@ def setup_chat_format(
         check_model(model)
 
     ready: Any = copy.deepcopy(tokenizer)
-    _set_up_tokenizer(ready, chat_format)
+    _set_up_tokenizer(ready, chat_format, _choose_pad(pad_token, tokenizer, chat_format))
+    old_vocab, new_vocab = _get_ids(tokenizer), _get_ids(ready)
     if model is not None:
-        _set_up_model(model, tokenizer, ready, resize_to_multiple_of)
+        _set_up_model(model, max(old_vocab, default=-1), ready, resize_to_multiple_of, new_rows)
     vars(tokenizer).update(vars(ready))
+    if return_added_ids:
+        return model, tokenizer, sorted(new_vocab - old_vocab)
     return model, tokenizer
+
+
+def _get_ids(tokenizer: Any) -> set[int]:
+    return set(tokenizer.get_vocab().values())
+
+
+def _choose_pad(asked: str | None, tokenizer: Any, chat_format: ChatFormat) -> str:
+    if asked is None:
+        return chat_format.pad_token
+    if asked != "distinct":
+        return asked
+    used = {
+        chat_format.bos_token,
+        chat_format.eos_token,
+        _get_token(tokenizer, "bos_token"),
+        _get_token(tokenizer, "eos_token"),
+    }
+    own = _get_token(tokenizer, "pad_token")
+    return "<|pad|>" if own is None or own in used else own
+
+
+def _get_token(tokenizer: Any, name: str) -> str | None:
+    token = getattr(tokenizer, name)
+    return None if token is None else str(token)
 
 
 def _check_multiple(multiple: Any) -> None:
@@ -85,8 +151,8 @@ def _check_multiple(multiple: Any) -> None:
         )
 
 
-def _set_up_tokenizer(tokenizer: Any, chat_format: ChatFormat) -> None:
-    bos, eos, pad = chat_format.bos_token, chat_format.eos_token, chat_format.pad_token
+def _set_up_tokenizer(tokenizer: Any, chat_format: ChatFormat, pad: str) -> None:
+    bos, eos = chat_format.bos_token, chat_format.eos_token
     if isinstance(tokenizer, ChatTokenizer):
         dropped = drop_beginning_tokens(tokenizer.backend_tokenizer)
         if dropped or tokenizer.config.get("add_bos_token"):
@@ -123,17 +189,32 @@ def _stop_beginning_token(tokenizer: Any) -> None:
         tokenizer.init_kwargs["add_bos_token"] = False
 
 
-def _set_up_model(model: Any, old: Any, new: Any, multiple: int | None) -> None:
-    before, after = get_highest_id(old), get_highest_id(new)
+def _set_up_model(
+    model: Any, before: int, tokenizer: Any, multiple: int | None, new_rows: NewRows
+) -> None:
+    after = get_highest_id(tokenizer)
     undo = ModelSnapshot(model)
     try:
-        for name in ("config", "generation_config"):
-            config = getattr(model, name, None)
-            if config is not None:
-                config.pad_token_id = new.pad_token_id
-                config.bos_token_id = new.bos_token_id
-                config.eos_token_id = new.eos_token_id
-        grow_embeddings(model, after, range(before + 1, after + 1), multiple, undo)
+        for config in _find_id_configs(model):
+            config.pad_token_id = tokenizer.pad_token_id
+            config.bos_token_id = tokenizer.bos_token_id
+            config.eos_token_id = _put_first(
+                tokenizer.eos_token_id, getattr(config, "eos_token_id", None)
+            )
+        grow_embeddings(model, after, range(before + 1, after + 1), multiple, undo, new_rows)
     except BaseException:
         undo.restore()
         raise
+
+
+def _find_id_configs(model: Any) -> list[Any]:
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    found = [config, text, getattr(model, "generation_config", None)]
+    return list({id(item): item for item in found if item is not None}.values())
+
+
+def _put_first(eos_id: int, stops: Any) -> Any:
+    if not isinstance(stops, Sequence):
+        return eos_id
+    return list(dict.fromkeys([eos_id, *stops]))
