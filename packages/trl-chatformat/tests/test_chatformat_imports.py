@@ -50,5 +50,6 @@ def test_the_public_names_are_there():
         "is_prefix_stable",
         "render_chat",
         "setup_chat_format",
+        "trainable_token_settings",
     }
     assert all(hasattr(trl_chatformat, name) for name in trl_chatformat.__all__)

@@ -38,6 +38,7 @@ __all__ = [
     "render_chat",
     "setup_chat_format",
     "suspended_hooks",
+    "trainable_token_settings",
     "unwrap",
     "unwrap_model_for_generation",
 ]
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         is_prefix_stable,
         render_chat,
         setup_chat_format,
+        trainable_token_settings,
     )
     from trl_prepare import (
         create_reference_model,
@@ -127,6 +129,7 @@ else:
         "render_chat": "trl_chatformat",
         "setup_chat_format": "trl_chatformat",
         "suspended_hooks": "trl_zero3",
+        "trainable_token_settings": "trl_chatformat",
         "unwrap": "trl_zero3",
         "unwrap_model_for_generation": "trl_zero3",
     }
