@@ -153,24 +153,26 @@ def _check_multiple(multiple: Any) -> None:
 
 def _set_up_tokenizer(tokenizer: Any, chat_format: ChatFormat, pad: str) -> None:
     bos, eos = chat_format.bos_token, chat_format.eos_token
+    others = list(getattr(chat_format, "other_tokens", ()))
     if isinstance(tokenizer, ChatTokenizer):
         dropped = drop_beginning_tokens(tokenizer.backend_tokenizer)
         if dropped or tokenizer.config.get("add_bos_token"):
             # Some classes of transformers 4 go by this instead of the post-processor.
             tokenizer.config["add_bos_token"] = False
-        tokenizer.add_special_tokens([bos, eos, pad])
+        tokenizer.add_special_tokens([bos, eos, pad, *others])
         tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = bos, eos, pad
     else:
         if tokenizer.is_fast:
-            add_special_tokens(tokenizer.backend_tokenizer, [bos, eos, pad])
+            add_special_tokens(tokenizer.backend_tokenizer, [bos, eos, pad, *others])
         else:
-            reserve_slow_ids(tokenizer, [bos, eos, pad])
+            reserve_slow_ids(tokenizer, [bos, eos, pad, *others])
         # As they are, where they are: transformers would give a text default flags.
         known = {t.content: t for t in tokenizer.added_tokens_decoder.values() if t.special}
         first, last, fill = (known.get(token, token) for token in (bos, eos, pad))
         names = {"bos_token": first, "eos_token": last, "pad_token": fill}
+        listed = [first, last, *(known.get(token, token) for token in others)]
         # The second argument says to keep the other ones; 4 and 5 call it by different names.
-        tokenizer.add_special_tokens(names | {"additional_special_tokens": [first, last]}, False)
+        tokenizer.add_special_tokens(names | {"additional_special_tokens": listed}, False)
         _stop_beginning_token(tokenizer)
     tokenizer.chat_template = chat_format.chat_template
 

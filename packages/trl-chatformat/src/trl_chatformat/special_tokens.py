@@ -7,7 +7,15 @@ from importlib.resources import files
 
 
 @cache
-def _read_template(name: str) -> str:
+def read_template(name: str) -> str:
+    """Reads a template of this package.
+
+    Args:
+        name: The file's name.
+
+    Returns:
+        Its text.
+    """
     return files("trl_chatformat").joinpath("templates", name).read_text(encoding="utf-8")
 
 
@@ -67,4 +75,4 @@ class ChatMlSpecialTokens:
             "generation_prompt": f"{self.assistant}\n",
         }
         settings = [f"{{%- set {name} = {_jinja_string(text)} -%}}" for name, text in names.items()]
-        return "\n".join([*settings, _read_template("chatml.jinja")])
+        return "\n".join([*settings, read_template("chatml.jinja")])
