@@ -48,6 +48,7 @@ def test_the_public_names_are_there():
         "encode_completions",
         "extend_chat",
         "is_prefix_stable",
+        "prepare_tokenizer_files",
         "register_format",
         "render_chat",
         "setup_chat_format",

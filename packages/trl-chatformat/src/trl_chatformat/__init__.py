@@ -6,6 +6,7 @@ from trl_chatformat.encoding import EncodedChat, encode_chat, encode_chats
 from trl_chatformat.extending import extend_chat, is_prefix_stable
 from trl_chatformat.formats import FORMAT_MAPPING, register_format
 from trl_chatformat.new_token_training import trainable_token_settings
+from trl_chatformat.prepared_files import prepare_tokenizer_files
 from trl_chatformat.rendering import RenderedChat, render_chat
 from trl_chatformat.setup_format import setup_chat_format
 from trl_chatformat.special_tokens import ChatMlSpecialTokens
@@ -23,6 +24,7 @@ __all__ = [
     "encode_completions",
     "extend_chat",
     "is_prefix_stable",
+    "prepare_tokenizer_files",
     "register_format",
     "render_chat",
     "setup_chat_format",

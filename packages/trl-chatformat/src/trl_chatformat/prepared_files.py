@@ -1,0 +1,56 @@
+"""Setting up a tokenizer's folder for a chat format, file to file."""
+
+import os
+from os import PathLike
+from pathlib import Path
+
+from trl_chatformat.setup_format import setup_chat_format
+from trl_chatformat.tokenizer_files import ChatTokenizer
+
+
+def prepare_tokenizer_files(
+    source_dir: str | PathLike[str],
+    out_dir: str | PathLike[str],
+    format: str = "chatml",
+    *,
+    pad_token: str | None = None,
+) -> list[int]:
+    """Writes a tokenizer's folder anew, set up for a chat format, without torch or transformers.
+
+    The new folder holds the tokenizer alone and loads in transformers 4.51 and 5 with the same
+    ids. It appears whole or not at all. Templates of the source are replaced by the format's; the
+    source itself stays as it is.
+
+    Args:
+        source_dir: A folder with a saved fast tokenizer.
+        out_dir: The folder to write, which must not exist.
+        format: A key of `FORMAT_MAPPING`.
+        pad_token: As for `setup_chat_format`.
+
+    Returns:
+        The ids of the tokens that the tokenizer lacked.
+
+    Raises:
+        FileExistsError: `out_dir` exists.
+        FileNotFoundError: The source has no tokenizer.json.
+        ValueError: A file of the source isn't what its name says, or `setup_chat_format` refuses.
+
+    Example:
+        >>> import tempfile
+        >>> from tokenizers import Tokenizer
+        >>> from tokenizers.models import WordLevel
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ChatTokenizer(Tokenizer(WordLevel({"hi": 0}))).save_pretrained(f"{folder}/base")
+        ...     prepare_tokenizer_files(f"{folder}/base", f"{folder}/chat")
+        [1, 2]
+    """
+    out = Path(out_dir)
+    if os.path.lexists(out):
+        raise FileExistsError(f"{out} exists already: name a folder that doesn't.")
+    tokenizer = ChatTokenizer.from_directory(source_dir)
+    tokenizer.chat_template = None
+    _, _, added_ids = setup_chat_format(
+        None, tokenizer, format, pad_token=pad_token, return_added_ids=True
+    )
+    tokenizer.save_pretrained(out)
+    return added_ids
