@@ -42,6 +42,7 @@ def test_the_public_names_are_there():
         "ChatTokenizer",
         "EncodedChat",
         "RenderedChat",
+        "clone_chat_template",
         "collate_chats",
         "encode_chat",
         "encode_chats",

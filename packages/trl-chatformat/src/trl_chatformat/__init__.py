@@ -1,5 +1,6 @@
 """Chat formats and templates, and chats encoded with exact masks, without torch or transformers."""
 
+from trl_chatformat.cloning import clone_chat_template
 from trl_chatformat.collating import collate_chats
 from trl_chatformat.completions import encode_completions
 from trl_chatformat.encoding import EncodedChat, encode_chat, encode_chats
@@ -18,6 +19,7 @@ __all__ = [
     "ChatTokenizer",
     "EncodedChat",
     "RenderedChat",
+    "clone_chat_template",
     "collate_chats",
     "encode_chat",
     "encode_chats",

@@ -1,15 +1,22 @@
 """Setting up a tokenizer, and the model that goes with it, for a chat format."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, overload
+
+from tokenizers import AddedToken
 
 from trl_chatformat.beginning_tokens import drop_beginning_tokens, drop_slow_beginning_tokens
 from trl_chatformat.embeddings import NewRows, check_model, grow_embeddings
 from trl_chatformat.formats import ChatFormat, get_format
 from trl_chatformat.rollback import ModelSnapshot
 from trl_chatformat.tokenizer_files import ChatTokenizer
-from trl_chatformat.vocabulary import add_special_tokens, get_highest_id, reserve_slow_ids
+from trl_chatformat.vocabulary import (
+    add_special_tokens,
+    add_tokens,
+    get_highest_id,
+    reserve_slow_ids,
+)
 
 ModelT = TypeVar("ModelT")
 TokenizerT = TypeVar("TokenizerT")
@@ -88,17 +95,14 @@ def setup_chat_format(
         >>> tokenizer.encode("<|im_start|>ab<|im_end|>")
         [2, 0, 1, 3]
     """
-    _check_multiple(resize_to_multiple_of)
+    check_multiple(resize_to_multiple_of)
     if pad_token is not None and (not isinstance(pad_token, str) or not pad_token):
         raise ValueError(f'pad_token={pad_token!r}: a text was expected, "distinct", or None.')
     if new_rows not in get_args(NewRows):
         raise ValueError(f'new_rows={new_rows!r}: "sample" or "mean" was expected.')
-    if not hasattr(tokenizer, "chat_template"):
-        raise TypeError(
-            f"{type(tokenizer).__name__} has no `chat_template`: pass a transformers tokenizer or "
-            "a ChatTokenizer."
-        )
-    if tokenizer.chat_template is not None:
+    check_tokenizer(tokenizer)
+    given: Any = tokenizer
+    if given.chat_template is not None:
         raise ValueError(
             "The tokenizer has a chat template already. Set `tokenizer.chat_template = None` to "
             "overwrite it."
@@ -111,7 +115,7 @@ def setup_chat_format(
     _set_up_tokenizer(ready, chat_format, _choose_pad(pad_token, tokenizer, chat_format))
     old_vocab, new_vocab = _get_ids(tokenizer), _get_ids(ready)
     if model is not None:
-        _set_up_model(model, max(old_vocab, default=-1), ready, resize_to_multiple_of, new_rows)
+        set_up_model(model, max(old_vocab, default=-1), ready, resize_to_multiple_of, new_rows)
     vars(tokenizer).update(vars(ready))
     if return_added_ids:
         return model, tokenizer, sorted(new_vocab - old_vocab)
@@ -142,7 +146,17 @@ def _get_token(tokenizer: Any, name: str) -> str | None:
     return None if token is None else str(token)
 
 
-def _check_multiple(multiple: Any) -> None:
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuses what is no tokenizer with a TypeError."""
+    if not hasattr(tokenizer, "chat_template"):
+        raise TypeError(
+            f"{type(tokenizer).__name__} has no `chat_template`: pass a transformers tokenizer or "
+            "a ChatTokenizer."
+        )
+
+
+def check_multiple(multiple: Any) -> None:
+    """Refuses what is no number of rows to round up to with a ValueError."""
     is_int = isinstance(multiple, int) and not isinstance(multiple, bool)
     if multiple is not None and not (is_int and multiple > 0):
         raise ValueError(
@@ -152,29 +166,54 @@ def _check_multiple(multiple: Any) -> None:
 
 
 def _set_up_tokenizer(tokenizer: Any, chat_format: ChatFormat, pad: str) -> None:
-    bos, eos = chat_format.bos_token, chat_format.eos_token
-    others = list(getattr(chat_format, "other_tokens", ()))
+    names = {
+        "bos_token": chat_format.bos_token,
+        "eos_token": chat_format.eos_token,
+        "pad_token": pad,
+    }
+    equip_tokenizer(tokenizer, names, getattr(chat_format, "other_tokens", ()))
+    tokenizer.chat_template = chat_format.chat_template
+
+
+def equip_tokenizer(
+    tokenizer: Any,
+    names: Mapping[str, str],
+    others: Iterable[str] = (),
+    new_tokens: Sequence[AddedToken] = (),
+) -> None:
+    """Gives a tokenizer special tokens, and takes the one away that it puts before texts.
+
+    Args:
+        tokenizer: A transformers tokenizer, fast or slow, or a `ChatTokenizer`.
+        names: Texts of special tokens by attribute, such as `eos_token`.
+        others: Texts of further special tokens.
+        new_tokens: Tokens that the tokenizer lacks, with flags that they are added with.
+    """
+    special = [*names.values(), *others]
     if isinstance(tokenizer, ChatTokenizer):
         dropped = drop_beginning_tokens(tokenizer.backend_tokenizer)
         if dropped or tokenizer.config.get("add_bos_token"):
             # Some classes of transformers 4 go by this instead of the post-processor.
             tokenizer.config["add_bos_token"] = False
-        tokenizer.add_special_tokens([bos, eos, pad, *others])
-        tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = bos, eos, pad
+        add_tokens(tokenizer.backend_tokenizer, new_tokens)
+        tokenizer.add_special_tokens(special)
+        for name, token in names.items():
+            setattr(tokenizer, name, token)
+        return
+    if tokenizer.is_fast:
+        add_tokens(tokenizer.backend_tokenizer, new_tokens)
+        add_special_tokens(tokenizer.backend_tokenizer, special)
     else:
-        if tokenizer.is_fast:
-            add_special_tokens(tokenizer.backend_tokenizer, [bos, eos, pad, *others])
-        else:
-            reserve_slow_ids(tokenizer, [bos, eos, pad, *others])
-        # As they are, where they are: transformers would give a text default flags.
-        known = {t.content: t for t in tokenizer.added_tokens_decoder.values() if t.special}
-        first, last, fill = (known.get(token, token) for token in (bos, eos, pad))
-        names = {"bos_token": first, "eos_token": last, "pad_token": fill}
-        listed = [first, last, *(known.get(token, token) for token in others)]
-        # The second argument says to keep the other ones; 4 and 5 call it by different names.
-        tokenizer.add_special_tokens(names | {"additional_special_tokens": listed}, False)
-        _stop_beginning_token(tokenizer)
-    tokenizer.chat_template = chat_format.chat_template
+        marked = [AddedToken(token, special=True, normalized=False) for token in special]
+        reserve_slow_ids(tokenizer, [*new_tokens, *marked])
+    # As they are, where they are: transformers would give a text default flags.
+    known = {t.content: t for t in tokenizer.added_tokens_decoder.values() if t.special}
+    named = {name: known.get(token, token) for name, token in names.items()}
+    texts = [*(text for name, text in names.items() if name != "pad_token"), *others]
+    listed = [known.get(token, token) for token in dict.fromkeys(texts)]
+    # The second argument says to keep the other ones; 4 and 5 call it by different names.
+    tokenizer.add_special_tokens(named | {"additional_special_tokens": listed}, False)
+    _stop_beginning_token(tokenizer)
 
 
 def _stop_beginning_token(tokenizer: Any) -> None:
@@ -191,18 +230,33 @@ def _stop_beginning_token(tokenizer: Any) -> None:
         tokenizer.init_kwargs["add_bos_token"] = False
 
 
-def _set_up_model(
-    model: Any, before: int, tokenizer: Any, multiple: int | None, new_rows: NewRows
+def set_up_model(
+    model: Any,
+    before: int,
+    tokenizer: Any,
+    multiple: int | None,
+    new_rows: NewRows = "sample",
+    names: Collection[str] = ("bos_token", "eos_token", "pad_token"),
 ) -> None:
+    """Gives a model rows for a tokenizer's new ids, and its configs the ids of named tokens.
+
+    Args:
+        model: A transformers model that `check_model` accepts.
+        before: The highest id of the tokenizer before it changed.
+        tokenizer: The tokenizer as it is now.
+        multiple: The number of rows is rounded up to a multiple of this, if given.
+        new_rows: How new rows get their values.
+        names: Which tokens' ids to set.
+    """
     after = get_highest_id(tokenizer)
     undo = ModelSnapshot(model)
     try:
         for config in _find_id_configs(model):
-            config.pad_token_id = tokenizer.pad_token_id
-            config.bos_token_id = tokenizer.bos_token_id
-            config.eos_token_id = _put_first(
-                tokenizer.eos_token_id, getattr(config, "eos_token_id", None)
-            )
+            for key in (f"{name}_id" for name in names):
+                value = getattr(tokenizer, key)
+                if key == "eos_token_id":
+                    value = _put_first(value, getattr(config, key, None))
+                setattr(config, key, value)
         grow_embeddings(model, after, range(before + 1, after + 1), multiple, undo, new_rows)
     except BaseException:
         undo.restore()

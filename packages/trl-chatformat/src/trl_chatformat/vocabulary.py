@@ -41,20 +41,35 @@ def add_special_tokens(backend: Tokenizer, tokens: Collection[str]) -> None:
         >>> tokenizer.token_to_id("<s>"), tokenizer.token_to_id("a")
         (5, 0)
     """
-    vocab = backend.get_vocab()
-    highest = max(vocab.values(), default=-1)
-    missing = [token for token in dict.fromkeys(tokens) if token not in vocab]
-    if missing and len(vocab) <= highest:
-        _give_ids_in_model(backend, missing, highest + 1)
     added = backend.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special}  # these keep their other flags
-    backend.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token in tokens
-            if token not in special
-        ]
-    )
+    new = [token for token in dict.fromkeys(tokens) if token not in special]
+    add_tokens(backend, [AddedToken(token, special=True, normalized=False) for token in new])
+
+
+def add_tokens(backend: Tokenizer, tokens: Collection[AddedToken]) -> None:
+    """Adds tokens with their flags; those that the tokenizer lacks get ids above all others.
+
+    Args:
+        backend: The tokenizer to change.
+        tokens: The tokens, each text once.
+
+    Raises:
+        ValueError: The vocabulary leaves no way to give a token an id of its own.
+
+    Example:
+        >>> from tokenizers.models import BPE
+        >>> tokenizer = Tokenizer(BPE({"a": 0, "b": 1, "c": 4}, []))
+        >>> add_tokens(tokenizer, [AddedToken("<think>", special=False)])
+        >>> tokenizer.token_to_id("<think>")
+        5
+    """
+    vocab = backend.get_vocab()
+    highest = max(vocab.values(), default=-1)
+    missing = [token.content for token in tokens if token.content not in vocab]
+    if missing and len(vocab) <= highest:
+        _give_ids_in_model(backend, missing, highest + 1)
+    backend.add_tokens(list(tokens))
     ids = {backend.token_to_id(token) for token in missing}
     if len(ids) < len(missing) or any(i is None or i <= highest for i in ids):
         raise ValueError(
@@ -74,19 +89,18 @@ def _give_ids_in_model(backend: Tokenizer, tokens: list[str], first_id: int) -> 
     backend.model = Tokenizer.from_str(json.dumps(state | {"added_tokens": []})).model
 
 
-def reserve_slow_ids(tokenizer: Any, tokens: Collection[str]) -> None:
+def reserve_slow_ids(tokenizer: Any, tokens: Collection[AddedToken]) -> None:
     """Gives tokens that a slow transformers tokenizer lacks ids above all others.
 
     Left to itself it numbers them by the vocabulary's length, which may be an id in use.
 
     Args:
         tokenizer: A transformers tokenizer written in Python.
-        tokens: The texts of the tokens.
+        tokens: The tokens with their flags.
     """
     vocab = tokenizer.get_vocab()
     next_id = max([*vocab.values(), *tokenizer.added_tokens_decoder], default=-1) + 1
-    missing = [token for token in dict.fromkeys(tokens) if token not in vocab]
+    missing = {token.content: token for token in tokens if token.content not in vocab}
     tokenizer.added_tokens_decoder = {
-        next_id + i: AddedToken(token, special=True, normalized=False)
-        for i, token in enumerate(missing)
+        next_id + i: token for i, token in enumerate(missing.values())
     }
