@@ -135,6 +135,38 @@ def test_an_optimizer_built_before_trains_the_new_rows(fast, make_llama):
         assert not torch.equal(new[fast.bos_token_id], old[fast.bos_token_id])
 
 
+@pytest.mark.parametrize("tie", [True, False])
+def test_gradients_that_are_held_grow_with_their_rows(fast, make_llama, tie):
+    model = make_llama(325, tie)
+    old_ids = torch.tensor([[5, 6, 7]])
+    model(old_ids, labels=old_ids).loss.backward()
+    before = [weight.grad.clone() for weight in weights(model)]
+    setup_chat_format(model, fast)
+    for old, weight in zip(before, weights(model), strict=True):
+        assert torch.equal(weight.grad[:325], old)
+        assert not weight.grad[325:].any()
+    ids = torch.tensor([[fast.bos_token_id, 5, fast.eos_token_id]])
+    model(ids, labels=ids).loss.backward()
+    assert all(weight.grad[325:].any() for weight in weights(model))
+
+
+def test_gradients_come_back_after_a_failure(fast, make_llama, monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("no memory")
+
+    model = make_llama(325, tie=False)
+    old_ids = torch.tensor([[5, 6, 7]])
+    model(old_ids, labels=old_ids).loss.backward()
+    before = [(weight.grad, weight.grad.clone()) for weight in weights(model)]
+    monkeypatch.setattr("trl_chatformat.embeddings.make_rows", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        setup_chat_format(model, fast)
+    for weight, (gradient, values) in zip(weights(model), before, strict=True):
+        assert weight.grad is gradient
+        assert torch.equal(weight.grad, values)
+        assert weight.shape[0] == 325
+
+
 def test_an_output_bias_gets_the_mean_for_new_tokens(fast, make_llama):
     model = make_llama(326, tie=False)
     model.lm_head = nn.Linear(32, 326)

@@ -139,11 +139,16 @@ def _lengthen(model: Any, tensors: list[Any], rows: int) -> None:
     import torch
 
     for tensor in tensors:
-        old = tensor.data
-        if old.shape[0] < rows:
-            longer = torch.empty((rows, *old.shape[1:]), dtype=old.dtype, device=old.device)
-            longer[: old.shape[0]] = old
-            tensor.data = longer
+        old, gradient = tensor.data, tensor.grad
+        if old.shape[0] >= rows:
+            continue
+        longer = torch.empty((rows, *old.shape[1:]), dtype=old.dtype, device=old.device)
+        longer[: old.shape[0]] = old
+        tensor.grad = None
+        tensor.data = longer
+        if gradient is not None:
+            tensor.grad = torch.zeros_like(longer)
+            tensor.grad[: old.shape[0]] = gradient
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if any(weight is tensor for tensor in tensors):

@@ -7,8 +7,8 @@ class ModelSnapshot:
     """What a model consists of at one moment, without copies of its weights.
 
     Modules keep their attributes, hooks, parameters and sub-modules; parameters and buffers keep
-    their storage; configs keep their entries. Values written into a storage in place must be
-    handed to `keep_rows` beforehand.
+    their storage and gradients; configs keep their entries. Values written into a storage in place
+    must be handed to `keep_rows` beforehand.
 
     Args:
         model: A `torch.nn.Module`, with or without configs.
@@ -27,7 +27,7 @@ class ModelSnapshot:
             for module in model.modules()
         ]
         tensors = [*model.parameters(), *model.buffers()]
-        self._storages = [(tensor, tensor.data) for tensor in tensors]
+        self._storages = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
         self._configs = [(vars(config), dict(vars(config))) for config in _find_configs(model)]
         self._rows: list[tuple[Any, Any, Any]] = []
 
@@ -46,8 +46,12 @@ class ModelSnapshot:
             _refill(attributes, saved)
             for part, entries in parts:
                 _refill(part, entries)
-        for tensor, storage in self._storages:
+        for tensor, storage, gradient in self._storages:
+            if tensor.data_ptr() != storage.data_ptr() or tensor.shape != storage.shape:
+                tensor.grad = None  # of another shape, it would stand in the way
             tensor.data = storage
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
         for tensor, index, values in reversed(self._rows):
             tensor[index] = values
         for attributes, saved in self._configs:
