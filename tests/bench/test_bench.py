@@ -92,7 +92,7 @@ def test_every_area_is_found_described_and_listed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "Unknown area 'nowhere': choose among chatformat, cycle, import, "),
+        (["nowhere"], "Unknown area 'nowhere': choose among chatformat, cycle, embeddings, "),
         (["import/nothing"], "Unknown case 'nothing' of import: choose among trl-chatformat"),
         (["import", "--json", "no/such/folder/file.json"], "the folder does not exist"),
     ],
