@@ -18,3 +18,9 @@ OUTPUT_CAPTURING_FLAG = "_output_capturing_hooks_installed"
 
 # DeepSpeed 0.16 to 0.19: set on each parameter that ZeRO-3 shards.
 ZERO3_PARAMETER_MARK = "ds_id"
+
+# accelerate 1.6 to 1.15: `prepare_model` keeps a model's own forward here where it mixes precision.
+MIXED_PRECISION_MARK = "_original_forward"
+
+# accelerate 1.6 to 1.15: the list of models that `save_state` saves.
+REGISTERED_MODELS = "_models"

@@ -1,4 +1,4 @@
-"""Freeze a model for the time of its preparation, and for good if that succeeds."""
+"""Frozen models, and models that are in eval mode for a while."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def frozen(model: nn.Module) -> Generator[None]:
         for module in training:
             module.training = True
         raise
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Put a model in eval mode inside; afterwards each module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

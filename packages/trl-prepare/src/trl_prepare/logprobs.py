@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from trl_prepare.adapters import AdapterReference, reference_context
+from trl_prepare.freezing import evaluating
 from trl_zero3 import unwrap
 
 if TYPE_CHECKING:
@@ -73,6 +75,11 @@ def reference_logprobs(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be positive, not {chunk_tokens}.")
+    if isinstance(model, AdapterReference):
+        with reference_context(model.policy):
+            return reference_logprobs(
+                model.policy, input_ids, attention_mask, chunk_tokens=chunk_tokens
+            )
     language_model = _find_language_model(model)
     head: nn.Module = unwrap(language_model.get_output_embeddings())
     config = language_model.config.get_text_config()
@@ -81,7 +88,7 @@ def reference_logprobs(
 
     def run(chosen: int) -> tuple[Tensor, int]:
         call = _HeadCall(head, input_ids, attention_mask, rewrites[chosen], chunk_tokens)
-        with torch.no_grad(), _evaluating(model), call.watching():
+        with torch.no_grad(), evaluating(model), call.watching():
             output = _skip_copying_wrappers(model)(**inputs)
         logits = output.logits if hasattr(output, "logits") else output[0]
         return call.finish(), call.find_fitting(rewrites, chosen, logits)
@@ -242,14 +249,3 @@ def _known_rewrites(config: Any) -> Iterator[Rewrite]:
         yield lambda x, s=scale: x * s
         yield lambda x, s=scale: x / s
     yield lambda x: x
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
