@@ -138,8 +138,9 @@ def add_reference_adapter(policy: nn.Module) -> None:
             peft_model.add_adapter(REFERENCE_ADAPTER, config)
             _copy_tensors(peft_model, active[0], before)
         except BaseException:
-            if REFERENCE_ADAPTER in peft_model.peft_config:
-                peft_model.delete_adapter(REFERENCE_ADAPTER)
+            # PEFT forgets the name of what it failed to add, and keeps the layers.
+            peft_model.peft_config.setdefault(REFERENCE_ADAPTER, config)
+            peft_model.delete_adapter(REFERENCE_ADAPTER)
             raise
 
 
@@ -210,10 +211,11 @@ def _kept_adapters(peft_model: Any) -> Generator[None]:
     """Bring back which adapters are active and which layers have them off."""
     flags = _kept_flags(peft_model.parameters())
     active = peft_model.active_adapter
+    attributes = set(vars(peft_model))
     layers = [
         (layer, layer.disable_adapters, layer.active_adapters)
         for layer in peft_model.modules()
-        if hasattr(layer, "enable_adapters") and hasattr(layer, "active_adapters")
+        if isinstance(getattr(layer, "disable_adapters", None), bool)  # elsewhere it is a method
     ]
     try:
         yield
@@ -226,6 +228,9 @@ def _kept_adapters(peft_model: Any) -> Generator[None]:
                     layer.set_adapter(names)
                 if layer.disable_adapters != disabled:
                     layer.enable_adapters(not disabled)
+            # With learned prompts PEFT puts back as an attribute what was a method.
+            for name in set(vars(peft_model)) - attributes:
+                delattr(peft_model, name)
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
