@@ -142,7 +142,7 @@ def beside_a_training_policy(accelerator, kind="untied", dtype="float32"):
     }
 
 
-def refuses_a_sharded_policy(accelerator):
+def refuses_a_sharded_policy(accelerator, **settings):
     import torch
 
     from trl_prepare import create_reference_model
@@ -153,7 +153,7 @@ def refuses_a_sharded_policy(accelerator):
     messages = []
     for model in (policy, accelerator.unwrap_model(policy)):
         try:
-            create_reference_model(model)
+            create_reference_model(model, **settings)
         except ValueError as error:
             messages.append(str(error))
     ids = torch.arange(20).reshape(2, 10)
@@ -271,12 +271,17 @@ def test_a_bf16_reference_stays_bf16_and_gives_the_plain_models_loss(engine):
         assert rank["same shards"]
 
 
-@pytest.mark.parametrize("engine", SHARDED)
-def test_a_sharded_policy_is_refused_with_what_to_do_and_still_trains(engine):
-    name = "ZeRO-3" if engine == "zero3" else "FSDP"
-    for messages in run_on_ranks(refuses_a_sharded_policy, engine=engine):
+def test_a_policy_under_fsdp1_is_refused_with_what_to_do_and_still_trains():
+    for messages in run_on_ranks(refuses_a_sharded_policy, engine="fsdp1"):
         assert len(messages) == 2
-        assert all(f"sharded by {name}: make the reference before" in text for text in messages)
+        assert all("sharded by FSDP1: make the reference before" in text for text in messages)
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_sharded_policies_share_no_layers(engine):
+    for messages in run_on_ranks(refuses_a_sharded_policy, engine=engine, num_shared_layers=1):
+        assert len(messages) == 2
+        assert all("leave num_shared_layers out" in text for text in messages)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2"])

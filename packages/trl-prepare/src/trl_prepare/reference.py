@@ -1,17 +1,22 @@
-"""A frozen copy of the policy, taken before either is prepared for an engine."""
+"""A frozen copy of the policy, whole where the policy is whole and sharded where it is sharded."""
 
 from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from trl_prepare._private_names import CALL_HOOKS, OUTPUT_CAPTURING_FLAG, ZERO3_PARAMETER_MARK
+from trl_prepare._private_names import CALL_HOOKS, OUTPUT_CAPTURING_FLAG
+from trl_prepare._sharding_private import is_zero3
+from trl_prepare.sharded_copies import copy_fsdp2, copy_zero3
 from trl_zero3 import unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 LAYER_PATTERNS = (
     "transformer.h.{layer}",
@@ -24,14 +29,18 @@ LAYER_PATTERNS = (
 def create_reference_model(
     model: nn.Module, num_shared_layers: int | None = None, pattern: str | None = None
 ) -> nn.Module:
-    """Copy a policy into a frozen reference in eval mode, before either is prepared for an engine.
+    """Copy a policy into a frozen reference in eval mode.
 
     The copy has the policy's weights, tied where the policy's are, and its config. It has no
-    hooks, gradients or gradient checkpointing, and no wrapper (DDP, DeepSpeed below stage 3,
+    hooks, gradients or gradient checkpointing, and no wrapper (DDP, a DeepSpeed engine,
     torch.compile) that the policy may have.
 
+    A policy that ZeRO-3 or FSDP2 shards gives a reference that is sharded in the same way, made of
+    each rank's own shards: never more than one layer of it is whole. Every rank must call this.
+    Under FSDP2 it is ready to run; under ZeRO-3 `prepare_reference_model` puts an engine around it.
+
     Args:
-        model: The policy: a transformers, PEFT, value-head or plain module, whole on this rank.
+        model: The policy: a transformers, PEFT, value-head or plain module, as it is or prepared.
         num_shared_layers: Share everything up to this layer, counted in the order of
             `named_parameters()`: 0 shares what comes before the first layer, 2 that and layers 0
             and 1. The shared parameters are the policy's own, hence frozen in the policy too.
@@ -43,8 +52,9 @@ def create_reference_model(
         The reference: a module of the unwrapped policy's class.
 
     Raises:
-        ValueError: A parameter is sharded; no parameter's name matches the pattern for layer
-            `num_shared_layers`; `pattern` lacks `{layer}` or was given without
+        ValueError: The policy is sharded by FSDP1 or in another way that can't be copied, or is
+            sharded and `num_shared_layers` was given; no parameter's name matches the pattern for
+            layer `num_shared_layers`; `pattern` lacks `{layer}` or was given without
             `num_shared_layers`; or the layers to share are trained by a wrapper already.
 
     Example:
@@ -63,8 +73,17 @@ def create_reference_model(
         >>> policy.model.layers[1].mlp.up_proj.weight.requires_grad
         True
     """
-    _check_whole(model)
+    copy_sharded = _copier_of(model)
     policy = unwrap(model)
+    if copy_sharded is not None:
+        if num_shared_layers is not None or pattern is not None:
+            raise ValueError(
+                "An engine shards this policy, and a parameter of it can't be in a second sharded "
+                "model: leave num_shared_layers out, or share layers before preparing the policy."
+            )
+        reference = copy_sharded(policy)
+        _forget_training(reference)
+        return reference.eval()
     shared = _shared_parameters(policy, num_shared_layers, pattern)
     if model is not policy and any(parameter.requires_grad for parameter in shared):
         raise ValueError(
@@ -74,33 +93,37 @@ def create_reference_model(
     # A memo entry makes deepcopy keep the parameter itself.
     reference = copy.deepcopy(policy, {id(parameter): parameter for parameter in shared})
     for module in reference.modules():
-        _forget_training(module)
+        for hooks in CALL_HOOKS:
+            getattr(module, hooks).clear()
+    _forget_training(reference)
     return reference.requires_grad_(False).eval()
 
 
-def _forget_training(module: Any) -> None:
-    for hooks in CALL_HOOKS:
-        getattr(module, hooks).clear()
-    vars(module).pop(OUTPUT_CAPTURING_FLAG, None)
-    if getattr(module, "gradient_checkpointing", False):
-        module.gradient_checkpointing = False
+def _forget_training(reference: nn.Module) -> None:
+    modules: Iterable[Any] = reference.modules()
+    for module in modules:
+        vars(module).pop(OUTPUT_CAPTURING_FLAG, None)
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
 
 
-def _check_whole(model: nn.Module) -> None:
-    engine = None
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
-        engine = "FSDP"
-    for parameter in model.parameters():
-        if hasattr(parameter, ZERO3_PARAMETER_MARK):
-            engine = "ZeRO-3"
-        elif isinstance(parameter, DTensor):
-            engine = engine or "a device mesh"
-    if engine is not None:
-        raise ValueError(
-            f"create_reference_model needs a whole model, but this one is sharded by {engine}: "
-            "make the reference before preparing the policy, or load it on its own with "
-            "from_pretrained, then prepare it with prepare_deepspeed or prepare_fsdp."
-        )
+def _copier_of(model: nn.Module) -> Callable[[nn.Module], nn.Module] | None:
+    """Return what copies a sharded model; None if it is whole."""
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return copy_fsdp2
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        engine = "FSDP1"
+    elif any(is_zero3(parameter) for parameter in model.parameters()):
+        return copy_zero3
+    elif any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        engine = "a device mesh"
+    else:
+        return None
+    raise ValueError(
+        f"create_reference_model can't copy a model that is sharded by {engine}: make the "
+        "reference before preparing the policy, or load it on its own with from_pretrained, then "
+        "prepare it with prepare_reference_model."
+    )
 
 
 def _shared_parameters(
