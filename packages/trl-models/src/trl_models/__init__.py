@@ -45,6 +45,7 @@ __all__ = [
     "render_chat",
     "setup_chat_format",
     "suspended_hooks",
+    "sync_reference_model",
     "trainable_token_settings",
     "unwrap",
     "unwrap_model_for_generation",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
         prepare_reference_model,
         reference_context,
         reference_logprobs,
+        sync_reference_model,
     )
     from trl_redirect import ForwardRedirection, _ForwardRedirection, redirect
     from trl_valuehead import (
@@ -150,6 +152,7 @@ else:
         "render_chat": "trl_chatformat",
         "setup_chat_format": "trl_chatformat",
         "suspended_hooks": "trl_zero3",
+        "sync_reference_model": "trl_prepare",
         "trainable_token_settings": "trl_chatformat",
         "unwrap": "trl_zero3",
         "unwrap_model_for_generation": "trl_zero3",

@@ -7,6 +7,7 @@ from trl_prepare.fsdp import prepare_fsdp
 from trl_prepare.logprobs import reference_logprobs
 from trl_prepare.preparing import prepare_reference_model
 from trl_prepare.reference import create_reference_model
+from trl_prepare.syncing import sync_reference_model
 
 __all__ = [
     "add_reference_adapter",
@@ -17,4 +18,5 @@ __all__ = [
     "prepare_reference_model",
     "reference_context",
     "reference_logprobs",
+    "sync_reference_model",
 ]

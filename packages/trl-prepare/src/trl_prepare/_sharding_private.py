@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 
 from trl_prepare._private_names import ZERO3_PARAMETER_MARK
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -84,3 +87,36 @@ def unsupported_zero3(parameter: Any) -> str | None:
     if hasattr(parameter, "comm"):
         return "MiCS, which shards over a part of the ranks"
     return None
+
+
+def same_zero3_layout(first: Any, second: Any) -> bool:
+    """Say whether each rank holds the same part of two parameters of one shape."""
+    return (
+        is_zero3(first)
+        and is_zero3(second)
+        and first.ds_tensor.shape == second.ds_tensor.shape
+        and zero3_rank(first) == zero3_rank(second)
+    )
+
+
+def zero3_rank(parameter: Any) -> int:
+    """Return which part of a parameter this rank holds."""
+    return distributed.get_rank(parameter.ds_process_group)
+
+
+def refresh_zero3(parameters: Iterable[Any], bucket_elements: int) -> None:
+    """Gather anew what ZeRO-3 keeps whole beside shards that have changed, as it does itself."""
+    bucket: list[Any] = []
+    filled = 0
+    for parameter in {id(p): p for p in parameters}.values():
+        if not is_zero3(parameter) or parameter.ds_status.name != "AVAILABLE":
+            continue
+        if bucket and filled + parameter.ds_numel > bucket_elements:
+            bucket[0].all_gather_coalesced(bucket).wait()
+            bucket = []
+            filled = 0
+        parameter.partition()
+        bucket.append(parameter)
+        filled += parameter.ds_numel
+    if bucket:
+        bucket[0].all_gather_coalesced(bucket).wait()

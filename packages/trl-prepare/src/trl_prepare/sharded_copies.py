@@ -102,7 +102,8 @@ def copy_fsdp2(policy: nn.Module) -> nn.Module:
     sources: dict[str, Any] = dict(policy.named_parameters())
     for name, source in sources.items():
         if isinstance(source, DTensor):
-            copied[name].detach().to_local().copy_(source.detach().to_local())
+            with torch.no_grad():
+                copied[name].to_local().copy_(source.to_local())
     return reference
 
 
