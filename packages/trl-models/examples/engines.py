@@ -15,10 +15,14 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from folders import whole_folder
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from accelerate import Accelerator
+    from torch import Tensor
 
 ENGINES = ("single", "ddp", "zero2", "zero3", "fsdp1", "fsdp2")
 
@@ -171,6 +175,29 @@ def whole_state_dict(accelerator: Accelerator, model: Any) -> dict[str, Any]:
     config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         return model.state_dict()
+
+
+def save_model(accelerator: Accelerator, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save a prepared model and its tokenizer in place of what the folder held."""
+    state = whole_state_dict(accelerator, model)
+    if not accelerator.is_main_process:
+        return
+    with whole_folder(folder, replace=True) as unfinished:
+        inner: Any = accelerator.unwrap_model(model)
+        inner.save_pretrained(unfinished, state_dict=state)
+        tokenizer.save_pretrained(unfinished)
+
+
+def share(accelerator: Accelerator, rows: list[Any]) -> list[Any]:
+    """Return this rank's rows of what all ranks work on together."""
+    return rows[accelerator.process_index :: accelerator.num_processes]
+
+
+def total(accelerator: Accelerator, *values: Tensor) -> Tensor:
+    """Return each value summed over all ranks."""
+    import torch
+
+    return accelerator.reduce(torch.stack(values).double(), reduction="sum").float()
 
 
 def _let_deepspeed_ranks_meet_on_cpu() -> None:

@@ -18,9 +18,7 @@ R reply tokens (padded on the right), T = P + R, K the last R + 1 positions, V t
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
@@ -28,35 +26,39 @@ from typing import TYPE_CHECKING, Any
 import real_data
 import torch
 from accelerate.utils import gather_object
-from engines import end_process, launch, make_accelerator, whole_state_dict
-from folders import whole_folder
-from ppo_options import check, load_tokenizer, parse, read_completions
-from report import Metrics, draw, make_console, quiet_libraries, show_replies
+from engines import end_process, make_accelerator, save_model, share, total
+from options import Script, read_rows, start
+from report import Metrics, draw, quiet_libraries, show_change
+from sampling import REPLY_LIMIT, TEMPERATURE, Sample, generate, pad, text_of
 from transformers import AutoModelForCausalLM
 
 from trl_models import (
     AutoModelForCausalLMWithValueHead,
     ForwardRedirection,
     create_reference_model,
-    prepare_deepspeed,
-    prepare_fsdp,
+    prepare_reference_model,
+    reference_logprobs,
     unwrap_model_for_generation,
 )
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
     from rich.console import Console
     from torch import Tensor
 
+SCRIPT = Script(__file__, rows="completions", keys=("prompt", "completion"), steps=6)
+PANELS = {
+    "reward": "mean reward",
+    "kl": "KL to the reference, nats a token",
+    "policy_loss": "policy loss",
+    "value_loss": "value loss",
+}
 INSTRUCTION = "Answer in one short sentence."  # follows every question
-REPLY_LIMIT = 40  # tokens
 REPLIES_PER_STEP = 16  # over all ranks
 UPDATES_PER_STEP = 2  # each on all of the step's replies
 EVALUATION_REPLIES = 16
-TEMPERATURE = 0.7
 LEARNING_RATE = 2e-5
 HEAD_LEARNING_RATE = 1e-3  # it starts from zero
 KL_PENALTY = 0.05  # of the reward, for each nat by which a token leaves the reference
@@ -64,14 +66,6 @@ CLIP = 0.2  # of the ratio of probabilities, and of the change in value
 VALUE_WEIGHT = 0.1
 GAE_LAMBDA = 0.95
 MAX_GRAD_NORM = 1.0
-
-
-@dataclass
-class Sample:
-    """A question and a reply to it, as token ids."""
-
-    prompt: list[int]
-    reply: list[int]
 
 
 @dataclass
@@ -105,26 +99,10 @@ def encode_completion(tokenizer: Any, completion: str) -> list[int]:
     return [*ids, tokenizer.eos_token_id][:REPLY_LIMIT]
 
 
-def text_of(tokenizer: Any, reply: list[int]) -> str:
-    return tokenizer.decode(reply, skip_special_tokens=True).strip()
-
-
 def reward_of(tokenizer: Any, reply: list[int]) -> float:
     ended = reply[-1] == tokenizer.eos_token_id
     says_something = any(map(str.isalnum, text_of(tokenizer, reply)))
     return 1 - len(reply) / REPLY_LIMIT if ended and says_something else 0.0
-
-
-def pad(rows: list[list[int]], fill: int, side: str) -> tuple[Tensor, Tensor]:
-    """Return rows of token ids as one tensor, and the attention mask that goes with it."""
-    length = max(map(len, rows))
-    ids, mask = [], []
-    for row in rows:
-        gap = length - len(row)
-        left, right = (gap, 0) if side == "left" else (0, gap)
-        ids.append([fill] * left + row + [fill] * right)
-        mask.append([0] * left + [1] * len(row) + [0] * right)
-    return torch.tensor(ids), torch.tensor(mask)
 
 
 def make_batch(samples: list[Sample], fill: int, device: torch.device) -> Batch:
@@ -136,29 +114,6 @@ def make_batch(samples: list[Sample], fill: int, device: torch.device) -> Batch:
         replies_BR=replies_BR.to(device),
         mask_BR=replies_mask_BR.float().to(device),
     )
-
-
-@torch.no_grad()
-def generate(model: Any, tokenizer: Any, prompts: list[list[int]], *, greedy: bool) -> list[Sample]:
-    """Answer the prompts, all in one batch."""
-    eos = tokenizer.eos_token_id
-    ids_BP, attention_BP = (tensor.to(model.device) for tensor in pad(prompts, eos, "left"))
-    # Sampled from the whole distribution, which is what the losses take the tokens for.
-    sampling = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}
-    ids_BT = model.generate(
-        input_ids=ids_BP,
-        attention_mask=attention_BP,
-        max_new_tokens=REPLY_LIMIT,
-        eos_token_id=eos,
-        pad_token_id=eos,
-        repetition_penalty=1.0,
-        **{"do_sample": False} if greedy else sampling,
-    )
-    replies = ids_BT[:, ids_BP.shape[1] :].tolist()
-    return [
-        Sample(prompt, reply[: reply.index(eos) + 1] if eos in reply else reply)
-        for prompt, reply in zip(prompts, replies, strict=True)
-    ]
 
 
 def run(forward: Callable[..., Any], batch: Batch) -> Any:
@@ -229,22 +184,9 @@ class PPO:
         ]
         optimizer = torch.optim.Adam(groups, lr=LEARNING_RATE)
         self.policy, self.optimizer = self.accelerator.prepare(policy, optimizer)
-        if options.engine.startswith("zero"):
-            self.reference = prepare_deepspeed(reference, self.accelerator)
-        elif options.engine.startswith("fsdp"):
-            self.reference = prepare_fsdp(reference, self.accelerator)
-        else:
-            self.reference = reference.to(self.device)
+        self.reference = prepare_reference_model(reference, self.accelerator, self.policy)
         self.redirect = ForwardRedirection()
         torch.manual_seed(options.seed + self.accelerator.process_index)
-
-    def share(self, rows: list[Any]) -> list[Any]:
-        """Return this rank's rows of what all ranks work on together."""
-        return rows[self.accelerator.process_index :: self.accelerator.num_processes]
-
-    def total(self, *values: Tensor) -> Tensor:
-        """Return each value summed over all ranks."""
-        return self.accelerator.reduce(torch.stack(values).double(), reduction="sum").float()
 
     def answer(self, prompts: list[list[int]], *, greedy: bool) -> list[Sample]:
         """Answer this rank's prompts with the policy."""
@@ -261,7 +203,7 @@ class PPO:
 
     def evaluate(self, questions: list[str]) -> list[tuple[float, str]]:
         """Return reward and text of the greedy replies to the questions of all ranks."""
-        mine = self.share(list(enumerate(questions)))
+        mine = share(self.accelerator, list(enumerate(questions)))
         prompts = [encode(self.tokenizer, question) for _, question in mine]
         results = []
         for (number, _), sample in zip(mine, self.answer(prompts, greedy=True), strict=True):
@@ -277,7 +219,9 @@ class PPO:
         )
         with torch.no_grad():
             logprobs_BR, values_BR = logprobs_and_values(self.policy, batch)
-            reference_BR = logprobs_of(run(self.reference, batch).logits, batch)
+            reference_BR = reference_logprobs(
+                self.reference, batch.ids_BT, batch.attention_BT, temperature=TEMPERATURE
+            )[:, -batch.replies_BR.shape[1] :]
         log_ratio_BR = (reference_BR - logprobs_BR) * batch.mask_BR
         kl_BR = log_ratio_BR.exp() - 1 - log_ratio_BR  # Schulman's estimate, never negative
         rewards_BR = KL_PENALTY * log_ratio_BR
@@ -285,7 +229,8 @@ class PPO:
         rewards_BR[torch.arange(len(samples)), last_B] += rewards_B
         advantages_BR = advantages_of(rewards_BR, values_BR, batch.mask_BR)
 
-        tokens, replies, reward, kl, advantage = self.total(
+        tokens, replies, reward, kl, advantage = total(
+            self.accelerator,
             batch.mask_BR.sum(),
             rewards_B.new_tensor(len(samples)),
             rewards_B.sum(),
@@ -293,7 +238,7 @@ class PPO:
             advantages_BR.sum(),
         )
         centred_BR = (advantages_BR - advantage / tokens) * batch.mask_BR
-        variance = self.total(centred_BR.square().sum())[0] / tokens
+        variance = total(self.accelerator, centred_BR.square().sum())[0] / tokens
         targets = Targets(
             logprobs_BR,
             values_BR,
@@ -311,7 +256,7 @@ class PPO:
             self.accelerator.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            losses += self.total(*sums.detach()) / tokens / UPDATES_PER_STEP
+            losses += total(self.accelerator, *sums.detach()) / tokens / UPDATES_PER_STEP
         policy_loss, value_loss = losses.tolist()
         return {
             "reward": (reward / replies).item(),
@@ -326,15 +271,18 @@ class PPO:
         # The model's own forward: its hooks already stand around the redirected call.
         return self.redirect(self.policy, model, ppo_losses, model.forward, batch, targets)
 
-    def save(self, folder: Path) -> None:
-        """Save model, value head and tokenizer in place of what the folder held."""
-        state = whole_state_dict(self.accelerator, self.policy)
-        if not self.accelerator.is_main_process:
-            return
-        with whole_folder(folder, replace=True) as unfinished:
-            model: Any = self.accelerator.unwrap_model(self.policy)
-            model.save_pretrained(unfinished, state_dict=state)
-            self.tokenizer.save_pretrained(unfinished)
+
+def changes(
+    questions: list[str], before: list[tuple[float, str]], after: list[tuple[float, str]]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the mean reward before and after training, and the replies to two questions."""
+    first, second = (
+        f"{sum(reward for reward, _ in replies) / len(replies):.3f}" for replies in (before, after)
+    )
+    yield f"mean reward, {len(questions)} replies", first, second
+    for question, *replies in list(zip(questions, before, after, strict=True))[:2]:
+        first, second = (f"{text}\n(reward {reward:.3f})" for reward, text in replies)
+        yield question, first, second
 
 
 def train(options: argparse.Namespace, tokenizer: Any, console: Console) -> None:
@@ -343,7 +291,7 @@ def train(options: argparse.Namespace, tokenizer: Any, console: Console) -> None
         random.Random(options.seed).shuffle(rows)
         held_out, rows = rows[:EVALUATION_REPLIES], rows[EVALUATION_REPLIES:]
     else:
-        held_out = rows = read_completions(options.completions)
+        held_out = rows = read_rows(SCRIPT, options.completions)
     ppo = PPO(options, tokenizer)
     accelerator = ppo.accelerator
     # Each rank needs something to do, even where there are more ranks than replies.
@@ -358,15 +306,15 @@ def train(options: argparse.Namespace, tokenizer: Any, console: Console) -> None
     source = cycle(rows)
     with Metrics(file, options.steps, console) as metrics:
         for step in range(1, options.steps + 1):
-            samples = ppo.samples(ppo.share(list(islice(source, per_step))))
+            samples = ppo.samples(share(accelerator, list(islice(source, per_step))))
             metrics.add({"step": step, **ppo.step(samples)})
 
     after = ppo.evaluate(questions)
     folder = options.output / "model"
-    ppo.save(folder)
+    save_model(accelerator, ppo.policy, tokenizer, folder)
     if accelerator.is_main_process:
-        show_replies(console, questions, before, after)
-        draw(options.output / "ppo.png", metrics.rows)
+        show_change(console, list(changes(questions, before, after)))
+        draw(options.output / "ppo.png", metrics.rows, PANELS)
         model = AutoModelForCausalLMWithValueHead.from_pretrained(folder).to(ppo.device)
         prompt = encode(tokenizer, questions[0])
         (sample,) = generate(model, tokenizer, [prompt], greedy=True)
@@ -376,22 +324,7 @@ def train(options: argparse.Namespace, tokenizer: Any, console: Console) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments, description=__doc__)
-    console = make_console(shown=os.environ.get("RANK", "0") == "0")
-    try:
-        check(options)
-        if options.model is None:
-            with console.status("Preparing model and conversations: half a minute, once"):
-                options.model = str(real_data.smollm2())
-        tokenizer = load_tokenizer(options.model)
-    except (ValueError, RuntimeError) as error:
-        print(f"ppo.py: {error}", file=sys.stderr)
-        return 2
-    if options.engine != "single" and "LOCAL_RANK" not in os.environ:
-        given = sys.argv[1:] if arguments is None else arguments
-        return launch(__file__, given, options.engine, options.processes)
-    train(options, tokenizer, console)
-    return 0
+    return start(SCRIPT, __doc__, arguments, train)
 
 
 if __name__ == "__main__":

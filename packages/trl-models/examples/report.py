@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -85,50 +85,36 @@ class Metrics:
             self.file.close()
 
     def add(self, row: dict[str, float]) -> None:
-        """Add a step's metrics: step, reward, kl, policy_loss and value_loss."""
+        """Add a step's metrics, among them its number as "step"."""
         self.rows.append(row)
         if self.file is not None:
             self.file.write(json.dumps(row) + "\n")
             self.file.flush()
-        text = (
-            f"reward {row['reward']:.3f}  kl {row['kl']:.3f}  "
-            f"loss {row['policy_loss']:+.3f} policy {row['value_loss']:.3f} value"
-        )
+        values = (f"{key.replace('_', ' ')} {row[key]:.3f}" for key in row if key != "step")
+        text = "  ".join(values)
         self.bar.update(self.task, advance=1, description=text)
         if not self.console.is_terminal:
             self.console.print(f"step {row['step']}: {text}")
 
 
-def show_replies(
-    console: Console,
-    questions: Sequence[str],
-    before: Sequence[tuple[float, str]],
-    after: Sequence[tuple[float, str]],
-    shown: int = 2,
-) -> None:
-    """Print the mean reward before and after training, and the replies to the first questions."""
+def show_change(console: Console, rows: Iterable[tuple[str, str, str]]) -> None:
+    """Print a table of what was before training and what is after it; each row has a heading."""
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_lines=True)
     for heading in ("", "before", "after"):
         table.add_column(heading, ratio=1)
-    means = (sum(reward for reward, _ in replies) / len(replies) for replies in (before, after))
-    table.add_row(f"mean reward, {len(questions)} replies", *(f"{mean:.3f}" for mean in means))
-    rows = list(zip(questions, before, after, strict=True))[:shown]
-    for question, *replies in rows:
-        cells = (f"{escape(text.strip())}\n(reward {reward:.3f})" for reward, text in replies)
-        table.add_row(escape(question), *cells)
+    for row in rows:
+        table.add_row(*map(escape, row))
     console.print(table)
 
 
-def draw(file: Path, rows: Sequence[dict[str, float]]) -> None:
-    """Write a picture of reward, KL and losses over the steps."""
+def draw(file: Path, rows: Sequence[dict[str, float]], panels: dict[str, str]) -> None:
+    """Write a picture of four metrics over the steps; `panels` has their titles."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = {"reward": "mean reward", "kl": "KL to the reference, nats a token"}
-    panels |= {"policy_loss": "policy loss", "value_loss": "value loss"}
     figure = Figure(figsize=(9, 6), layout="constrained")
     for axes, (key, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         axes.plot([row["step"] for row in rows], [row[key] for row in rows], marker="o")

@@ -30,6 +30,7 @@ def reference_logprobs(
     attention_mask: Tensor,
     *,
     chunk_tokens: int = CHUNK_TOKENS,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Return the log-probability of each token after the first, with logits for a few at a time.
 
@@ -46,13 +47,14 @@ def reference_logprobs(
         attention_mask: 1 for tokens and 0 for padding on either side, (B, T). Positions are counted
             from the first token, wherever the padding is.
         chunk_tokens: For how many tokens to hold logits.
+        temperature: What logits are divided by, as where the tokens were sampled.
 
     Returns:
         Float32 log-probabilities, (B, T - 1); 0 where the token or the one before it is padding.
 
     Raises:
-        ValueError: The shapes differ, `chunk_tokens` isn't positive, the model is no causal
-            language model, or it changes its logits in a way that is not known.
+        ValueError: The shapes differ, `chunk_tokens` or `temperature` isn't positive, the model is
+            no causal language model, or it changes its logits in a way that is not known.
         RuntimeError: The model called no head, as when it was compiled in place.
 
     Example:
@@ -75,10 +77,16 @@ def reference_logprobs(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be positive, not {chunk_tokens}.")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, not {temperature}.")
     if isinstance(model, AdapterReference):
         with reference_context(model.policy):
             return reference_logprobs(
-                model.policy, input_ids, attention_mask, chunk_tokens=chunk_tokens
+                model.policy,
+                input_ids,
+                attention_mask,
+                chunk_tokens=chunk_tokens,
+                temperature=temperature,
             )
     language_model = _find_language_model(model)
     head: nn.Module = unwrap(language_model.get_output_embeddings())
@@ -87,7 +95,9 @@ def reference_logprobs(
     inputs = _make_inputs(language_model, config, input_ids, attention_mask)
 
     def run(chosen: int) -> tuple[Tensor, int]:
-        call = _HeadCall(head, input_ids, attention_mask, rewrites[chosen], chunk_tokens)
+        call = _HeadCall(
+            head, input_ids, attention_mask, rewrites[chosen], chunk_tokens, temperature
+        )
         with torch.no_grad(), evaluating(model), call.watching():
             output = _skip_copying_wrappers(model)(**inputs)
         logits = output.logits if hasattr(output, "logits") else output[0]
@@ -115,6 +125,7 @@ class _HeadCall:
         attention_mask: Tensor,
         rewrite: Rewrite,
         chunk_tokens: int,
+        temperature: float,
     ) -> None:
         self._head = head
         self._input_ids = input_ids
@@ -123,6 +134,7 @@ class _HeadCall:
         self._first = mask.int().argmax(dim=1)
         self._rewrite = rewrite
         self._chunk_tokens = chunk_tokens
+        self._temperature = temperature
         self._logprobs: Tensor | None = None
         self._raw: Tensor | None = None
 
@@ -186,7 +198,7 @@ class _HeadCall:
 
     def _logprobs_of(self, hidden_NH: Tensor, targets_N: Tensor) -> Tensor:
         # Not the call: its hooks belong to the one call that the engine expects.
-        logits_NV = self._rewrite(self._head.forward(hidden_NH)).float()
+        logits_NV = self._rewrite(self._head.forward(hidden_NH)).float() / self._temperature
         chosen_N = logits_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
         return chosen_N - logits_NV.logsumexp(dim=-1)
 
