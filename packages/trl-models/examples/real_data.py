@@ -17,6 +17,7 @@ import importlib.util
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -118,6 +119,26 @@ def questions() -> list[str]:
         turn
         for turn in dict.fromkeys(turns)
         if turn.lower().startswith(openings) and turn.endswith("?") and 4 <= len(turn.split()) <= 20
+    ]
+
+
+def preferences() -> list[dict[str, str]]:
+    """Return what people said first, with the reply they got and one that another got.
+
+    Each row has `prompt`, `chosen` and `rejected`, of 3 to 30 words.
+    """
+    openings = (conversation[:2] for conversation in conversations() if len(conversation) > 1)
+    rows = [
+        (first, reply)
+        for first, reply in openings
+        if 3 <= len(first.split()) <= 30 and 3 <= len(reply.split()) <= 30
+    ]
+    others = [reply for _, reply in rows]
+    random.Random(0).shuffle(others)
+    return [
+        {"prompt": first, "chosen": reply, "rejected": other}
+        for (first, reply), other in zip(rows, others, strict=True)
+        if reply != other
     ]
 
 

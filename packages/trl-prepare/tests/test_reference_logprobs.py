@@ -203,3 +203,15 @@ def test_a_single_token_has_no_logprob():
     ids = torch.tensor([[5]])
     found = reference_logprobs(make_model("llama"), ids, torch.ones_like(ids))
     assert found.shape == (1, 0)
+
+
+def test_a_temperature_divides_the_logits():
+    model = make_model("llama").eval()
+    ids = torch.arange(3, 13).reshape(1, 10)
+    with torch.no_grad():
+        logits = model(ids).logits / 0.7
+    expected = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    found = reference_logprobs(model, ids, torch.ones_like(ids), temperature=0.7)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match=r"temperature must be positive, not 0\."):
+        reference_logprobs(model, ids, torch.ones_like(ids), temperature=0)
