@@ -89,6 +89,7 @@ def settings(accelerator):
 
 def beside_a_training_policy(accelerator, kind="untied", dtype="float32"):
     import torch
+    from engines import whole_state_dict
     from torch.distributed.fsdp import FSDPModule
 
     from trl_prepare import create_reference_model
@@ -111,11 +112,12 @@ def beside_a_training_policy(accelerator, kind="untied", dtype="float32"):
     weights = shards(reference)
     first = losses(reference)
     policy_losses = [losses(policy)]
-    for _ in range(3):
+    for number in range(50):
         accelerator.backward(policy(input_ids=ids, labels=ids).loss)
         optimizer.step()
         optimizer.zero_grad()
-        policy_losses.append(losses(policy))
+        if number < 3:
+            policy_losses.append(losses(policy))
     with torch.no_grad():
         rewards = rewarder(input_ids=ids).logits.flatten().tolist()
         ones = torch.ones(2, 4, device=accelerator.device, dtype=next(plain.parameters()).dtype)
@@ -139,6 +141,7 @@ def beside_a_training_policy(accelerator, kind="untied", dtype="float32"):
             for model in (reference, policy, rewarder)
         ],
         "bytes": sum(part.nbytes for part in weights),
+        "saved": sorted(whole_state_dict(accelerator, policy) or ()),  # on rank 0 alone
     }
 
 
@@ -242,6 +245,7 @@ def test_a_reference_gives_the_plain_models_losses_and_stays_while_the_policy_tr
         assert rank["trainable"] == rank["gradients"] == 0
         assert rank["settings kept"]
         assert rank["again"]
+    assert ranks[0]["saved"] == sorted(model.state_dict())
     held = sum(rank["bytes"] for rank in ranks)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     if engine in SHARDED:

@@ -5,16 +5,26 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch import distributed
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 
 from trl_prepare.freezing import frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from torch import nn
 
@@ -77,6 +87,7 @@ def _plugin_for(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Any
         names = there.intersection(plugin.transformer_cls_names_to_wrap or ())
         own: Any = getattr(model, "_no_split_modules", None) or ()
         names = names or there.intersection(own)
+        names -= _unusable_names(model, names, plugin.fsdp_version)
         plugin.transformer_cls_names_to_wrap = sorted(names)
         if not names:
             plugin.auto_wrap_policy = None
@@ -113,10 +124,96 @@ def _fsdp1(model: nn.Module, accelerator: Accelerator, plugin: Any) -> nn.Module
     )
 
 
+def _unusable_names(model: nn.Module, names: set[str], version: int) -> set[str]:
+    """Return the classes whose units would tear apart what must be one unit, as BertEmbeddings."""
+    # FSDP1 can't run weights that are tied over units; accelerate makes units of FSDP2's ends.
+    apart = tied_owners(model) if version == 1 else [{end} for end in _ends(model)]
+    unusable: set[str] = set()
+    for module in model.modules():
+        name = type(module).__name__
+        if name in names:
+            inside = set(module.modules())
+            for owners in apart:
+                cuts = owners & inside and not owners <= inside
+                if cuts or (version == 2 and owners <= inside - {module}):
+                    unusable.add(name)
+    return unusable
+
+
+def _ends(model: nn.Module) -> set[nn.Module]:
+    ends = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    return {end for end in ends if end is not None}
+
+
 def _fsdp2(model: nn.Module, accelerator: Accelerator, plugin: Any) -> nn.Module:
     from accelerate.utils import fsdp2_prepare_model
 
-    return fsdp2_prepare_model(_InferenceAccelerator(accelerator, plugin), model)
+    groups = [owners for owners in tied_owners(model) if not owners <= _ends(model)]
+    if groups:
+        # accelerate keeps two ends together; T5 ties four modules, BERT a weight and a bias.
+        if plugin.cpu_ram_efficient_loading:
+            for tensor in (*model.parameters(), *model.buffers()):
+                distributed.broadcast(tensor.detach(), src=0)
+            plugin.cpu_ram_efficient_loading = False
+        place = {module: index for index, module in enumerate(model.modules())}
+        for owners in groups:
+            # All ranks must gather a unit's parameters in one order.
+            modules = sorted(owners, key=place.__getitem__)
+            fully_shard(modules, **_sharding_of(model, accelerator, plugin))
+    with _hidden_ends(model):
+        return fsdp2_prepare_model(_InferenceAccelerator(accelerator, plugin), model)
+
+
+@contextmanager
+def _hidden_ends(model: nn.Module) -> Generator[None]:
+    """Don't let accelerate shard an end again that lies inside of a unit already."""
+    hidden: list[str] = []
+    for end in ("input", "output"):
+        name = f"get_{end}_embeddings"
+        weight = getattr(getattr(model, name, lambda: None)(), "weight", None)
+        if isinstance(weight, DTensor):
+            vars(model)[name] = lambda: None
+            hidden.append(name)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del vars(model)[name]
+
+
+def _sharding_of(model: nn.Module, accelerator: Accelerator, plugin: Any) -> dict[str, Any]:
+    """Return how accelerate would shard a unit of this model."""
+    settings: dict[str, Any] = {
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "offload_policy": plugin.cpu_offload,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+    }
+    mesh: Any = getattr(accelerator, "torch_device_mesh", None)
+    if mesh is not None:
+        names: Any = accelerator.parallelism_config
+        settings["mesh"] = mesh[tuple(names.fsdp_dim_names)]
+    if (ignored := plugin.ignored_modules) is not None:
+        if isinstance(ignored, str):
+            named = model.named_modules()
+            ignored = [module for name, module in named if re.fullmatch(ignored, name)]
+        settings["ignored_params"] = {p for module in ignored for p in module.parameters()}
+    return settings
+
+
+def tied_owners(model: nn.Module) -> list[set[nn.Module]]:
+    """Return the modules that hold a parameter in common with others, in sets that don't meet."""
+    owners: dict[int, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(module)
+    groups: list[set[nn.Module]] = []
+    for group in owners.values():
+        if len(group) > 1:
+            for other in [other for other in groups if other & group]:
+                groups.remove(other)
+                group |= other
+            groups.append(group)
+    return groups
 
 
 class _InferenceAccelerator:
