@@ -1,5 +1,6 @@
 """References of several architectures on every engine, and what FSDP's settings mean for them."""
 
+import accelerate
 import pytest
 
 from tools.rails.models import random_llama
@@ -15,7 +16,8 @@ KINDS = [
     "vision-language",
     "mixture of experts",
 ]
-SEQ2SEQ = ("t5", "encoder-decoder")
+# accelerate 1.6 has no meshes and sends rank 0's weights only from a GPU.
+MODERN = hasattr(accelerate, "ParallelismConfig")
 
 
 def make_model(kind):
@@ -109,6 +111,10 @@ def prepared(accelerator, kinds):
         outcomes.append(
             {
                 "losses": [loss_of(reference, inputs) for _ in range(2)],
+                "layered": any(
+                    type(module).__name__ in (model._no_split_modules or ())
+                    for module in model.modules()
+                ),
                 "units": sum(isinstance(module, FSDPModule) for module in reference.modules()),
                 "partitioned": all(hasattr(p, "ds_id") for p in reference.parameters()),
                 "frozen": not any(p.requires_grad for p in reference.parameters()),
@@ -128,7 +134,9 @@ def test_references_of_eight_architectures_give_the_plain_models_losses(engine):
             assert outcome["losses"] == pytest.approx([loss] * 2, rel=2e-5), kind
             assert outcome["frozen"]
             assert outcome["partitioned"] == (engine == "zero3")
-            assert (outcome["units"] > 2) == (engine == "fsdp2"), kind
+            # transformers 4.51 names no layers of a vision-language model.
+            assert (outcome["units"] > 2) == (engine == "fsdp2" and outcome["layered"]), kind
+            assert outcome["layered"] or not MODERN
 
 
 def with_fsdp_settings(accelerator, case):
@@ -167,7 +175,7 @@ def with_fsdp_settings(accelerator, case):
     [
         ("fsdp1", "offload"),
         ("fsdp1", "ignored modules"),
-        ("fsdp2", "rank 0 has the weights"),  # FSDP1 sends them only from a GPU
+        *([("fsdp2", "rank 0 has the weights")] if MODERN else []),  # FSDP1: only from a GPU
         ("fsdp2", "offload"),
         ("fsdp2", "ignored modules"),
     ],
@@ -213,12 +221,17 @@ def on_a_mesh(accelerator):
     return losses, sorted(layouts)
 
 
-def test_a_hybrid_mesh_is_the_references_too():
-    import torch
+if MODERN:
 
-    ids = torch.arange(20).reshape(2, 10)
-    inputs = {"input_ids": ids, "labels": ids}
-    plain, policy = loss_of(random_llama().eval(), inputs), loss_of(random_llama(1).eval(), inputs)
-    for losses, layouts in run_on_ranks(on_a_mesh, engine="fsdp2", processes=4):
-        assert losses == pytest.approx([plain, policy, policy], rel=1e-5)
-        assert layouts == [((2, 2), "(Replicate(), Shard(dim=0))")]
+    def test_a_hybrid_mesh_is_the_references_too():
+        import torch
+
+        ids = torch.arange(20).reshape(2, 10)
+        inputs = {"input_ids": ids, "labels": ids}
+        plain, policy = (
+            loss_of(random_llama().eval(), inputs),
+            loss_of(random_llama(1).eval(), inputs),
+        )
+        for losses, layouts in run_on_ranks(on_a_mesh, engine="fsdp2", processes=4):
+            assert losses == pytest.approx([plain, policy, policy], rel=1e-5)
+            assert layouts == [((2, 2), "(Replicate(), Shard(dim=0))")]

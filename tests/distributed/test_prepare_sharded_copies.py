@@ -249,3 +249,26 @@ def test_the_policys_own_fsdp2_settings_are_the_copys(changes, whole, dtype):
         assert rank["as whole as the policy"]
         assert rank["units"] > 2
         assert rank["dtypes"] == [dtype, dtype]
+
+
+def storage_of_a_copy(accelerator):
+    import torch
+
+    from tools.bench.measures import StorageMeter
+    from trl_prepare import create_reference_model
+
+    model = random_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=12)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    policy, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    with StorageMeter() as meter:
+        reference = create_reference_model(policy)
+        held = meter.current()
+    return type(reference).__name__, whole, layer, held, meter.peak
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_more_than_a_layer_is_ever_whole(engine):
+    for _, whole, layer, held, peak in run_on_ranks(storage_of_a_copy, engine=engine):
+        assert held <= whole / 2 + layer / 8
+        assert peak <= whole / 2 + 1.6 * layer  # FSDP2 pads a shard while the layer is there

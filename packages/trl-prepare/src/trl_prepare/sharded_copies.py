@@ -79,15 +79,15 @@ def copy_fsdp2(policy: nn.Module) -> nn.Module:
     # The root comes first in the list, and is sharded last.
     for unit in reversed(settings):
         modules = [copies[module] for module in unit.modules]
+        whole: list[nn.Parameter] = []
         for module in modules:
             for twin in module.parameters():
                 parameter = waiting.pop(id(twin), None)
-                if parameter is not None:
-                    twin.data = (
-                        torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                        if isinstance(parameter, DTensor)
-                        else parameter.detach().clone()
-                    )
+                if isinstance(parameter, DTensor):
+                    twin.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    whole.append(twin)
+                elif parameter is not None:
+                    twin.data = parameter.detach().clone()
         options: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
         fully_shard(
             modules,
@@ -98,6 +98,8 @@ def copy_fsdp2(policy: nn.Module) -> nn.Module:
             shard_placement_fn=_look_up(sharded_as),
             **options,
         )
+        for twin in whole:  # the modules have its shard now
+            twin.data = torch.empty(0, dtype=twin.dtype, device=device)
     copied: dict[str, Any] = dict(reference.named_parameters())
     sources: dict[str, Any] = dict(policy.named_parameters())
     for name, source in sources.items():
