@@ -116,6 +116,7 @@ def prepared(accelerator, kinds):
                     for module in model.modules()
                 ),
                 "units": sum(isinstance(module, FSDPModule) for module in reference.modules()),
+                "itself": type(reference) is type(model),
                 "partitioned": all(hasattr(p, "ds_id") for p in reference.parameters()),
                 "frozen": not any(p.requires_grad for p in reference.parameters()),
             }
@@ -133,9 +134,13 @@ def test_references_of_eight_architectures_give_the_plain_models_losses(engine):
         for kind, outcome, loss in zip(KINDS, rank, expected, strict=True):
             assert outcome["losses"] == pytest.approx([loss] * 2, rel=2e-5), kind
             assert outcome["frozen"]
+            assert outcome["itself"] == (engine in ("single", "ddp"))  # no wrapper, no buckets
             assert outcome["partitioned"] == (engine == "zero3")
             # transformers 4.51 names no layers of a vision-language model.
-            assert (outcome["units"] > 2) == (engine == "fsdp2" and outcome["layered"]), kind
+            if engine == "fsdp2":
+                assert outcome["units"] > 2 * outcome["layered"], kind
+            else:
+                assert outcome["units"] == 0
             assert outcome["layered"] or not MODERN
 
 
