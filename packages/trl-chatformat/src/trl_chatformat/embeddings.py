@@ -5,6 +5,11 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 from trl_chatformat._transformers_private import grows_plainly
+from trl_chatformat.partitioned_embeddings import (
+    check_partitioned,
+    grow_partitioned,
+    is_partitioned,
+)
 from trl_chatformat.rollback import ModelSnapshot
 
 if TYPE_CHECKING:
@@ -27,8 +32,8 @@ def check_model(model: Any) -> None:
 
     Raises:
         TypeError: It isn't a transformers model.
-        ValueError: It is wrapped by PEFT; its embeddings are sharded, quantized or not loaded; or
-            its encoder and decoder have embeddings of their own.
+        ValueError: It is wrapped by PEFT; its embeddings are sharded by FSDP or in a DeepSpeed
+            engine, quantized or not loaded; or its encoder and decoder have ones of their own.
     """
     if getattr(model, "peft_config", None):
         raise ValueError(
@@ -43,6 +48,8 @@ def check_model(model: Any) -> None:
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if module is not None:
             _check_weight(module.weight)
+    if is_partitioned(model.get_input_embeddings().weight):
+        check_partitioned(model)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         _check_one_embedding(model)
 
@@ -58,11 +65,11 @@ def _check_one_embedding(model: Any) -> None:
 
 
 def _check_weight(weight: Any) -> None:
-    if hasattr(weight, "ds_id") or hasattr(weight, "placements") or weight.dim() != 2:
+    shape = getattr(weight, "ds_shape", weight.shape)
+    if hasattr(weight, "placements") or len(shape) != 2:
         raise ValueError(
             "The model's embeddings are sharded over processes: set up the chat format before the "
-            "model is sharded (for ZeRO-3, load it before the DeepSpeed config exists, or save a "
-            "model that is set up and load that)."
+            "model is sharded."
         )
     if weight.is_meta or not weight.is_floating_point():
         raise ValueError(
@@ -105,18 +112,33 @@ def grow_embeddings(
     bias = getattr(head, "bias", None)
     vectors = [bias] if bias is not None else []
     trained = min([*new_ids, highest_id + 1])
-    old_rows = [tensor.shape[0] for tensor in (*matrices, *vectors)]
+    tensors = [*matrices, *vectors]
+    old_rows = [getattr(tensor, "ds_shape", tensor.shape)[0] for tensor in tensors]
 
     rows = max(highest_id + 1, *old_rows)
     if multiple is not None:
         rows += -rows % multiple
+
+    def fill(data: Any, old: int, ids: list[int]) -> None:
+        if ids:
+            index = torch.tensor(ids, device=data.device)
+            known = data[: min(trained, old)]
+            if data.dim() == 1:
+                data[index] = known.mean() if len(known) else 0.0
+            else:
+                data[index] = make_rows(known, len(ids), new_rows)
+
+    if is_partitioned(embedding.weight):
+        grow_partitioned(model, tensors, new_ids, rows, fill)
+        set_vocab_size(model, rows)
+        return
     with torch.no_grad():
         if rows > min(old_rows):
             if grows_plainly(model):
-                _lengthen(model, [*matrices, *vectors], rows)
+                _lengthen(model, tensors, rows)
             else:
                 _resize(model, rows)
-        for tensor, old in zip((*matrices, *vectors), old_rows, strict=True):
+        for tensor, old in zip(tensors, old_rows, strict=True):
             data = tensor.data
             if data.shape[0] <= highest_id:
                 raise RuntimeError(
@@ -124,15 +146,14 @@ def grow_embeddings(
                     f"{data.shape[0]} rows, too few for the id {highest_id}."
                 )
             ids = sorted({*new_ids, *range(old, data.shape[0])})
-            if not ids:
-                continue
-            index = torch.tensor(ids, device=data.device)
-            known = data[: min(trained, old)]
-            undo.keep_rows(data, index)
-            if data.dim() == 1:
-                data[index] = known.mean() if len(known) else 0.0
-            else:
-                data[index] = make_rows(known, len(ids), new_rows)
+            undo.keep_rows(data, torch.tensor(ids, dtype=torch.long, device=data.device))
+            fill(data, old, ids)
+
+
+def set_vocab_size(model: Any, rows: int) -> None:
+    """Tells a model's config how many rows its embeddings have."""
+    model.config.get_text_config().vocab_size = rows
+    model.vocab_size = rows
 
 
 def _lengthen(model: Any, tensors: list[Any], rows: int) -> None:
@@ -155,8 +176,7 @@ def _lengthen(model: Any, tensors: list[Any], rows: int) -> None:
             for size in ("num_embeddings", "out_features"):
                 if hasattr(module, size):
                     setattr(module, size, rows)
-    model.config.get_text_config().vocab_size = rows
-    model.vocab_size = rows
+    set_vocab_size(model, rows)
 
 
 def _resize(model: Any, rows: int) -> None:

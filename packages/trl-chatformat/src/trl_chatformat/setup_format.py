@@ -64,6 +64,7 @@ def setup_chat_format(
 
     Args:
         model: A transformers model, or None to set up the tokenizer alone, which needs no torch.
+            One that `deepspeed.zero.Init` has partitioned must be set up on every process.
         tokenizer: A transformers tokenizer, fast or slow, or a `ChatTokenizer`.
         format: A key of `FORMAT_MAPPING`.
         resize_to_multiple_of: Rounds the number of embedding rows up to a multiple of this.
@@ -80,8 +81,8 @@ def setup_chat_format(
     Raises:
         ValueError: The tokenizer has a chat template already; there is no such format;
             `resize_to_multiple_of` isn't a positive int, `pad_token` no text, or `new_rows`
-            neither of its two values; the model has PEFT adapters, embeddings
-            that are sharded, quantized or not loaded, or separate ones for encoder and decoder;
+            neither of its two values; the model has PEFT adapters, embeddings that FSDP or an
+            engine shards, that are quantized or not loaded, or separate for encoder and decoder;
             the tokenizer puts a token before every text and has no switch for it.
         TypeError: The tokenizer or the model is of an unknown kind.
 
