@@ -4,6 +4,8 @@ import json
 import os
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trl_chatformat import FORMAT_MAPPING, ChatTokenizer, prepare_tokenizer_files
@@ -104,4 +106,26 @@ def test_a_write_that_fails_leaves_no_folder(byte_level, tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.write_bytes", fail_for_the_second_file)
     with pytest.raises(OSError, match="no space"):
         prepare_tokenizer_files(tmp_path / "base", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["base"]
+
+
+def test_the_legacy_form_has_merges_as_texts_and_the_same_ids(backend_and_names, tmp_path):
+    backend, names = backend_and_names
+    ChatTokenizer(backend, names).save_pretrained(tmp_path / "base")
+    for legacy in (False, True):
+        prepare_tokenizer_files(tmp_path / "base", tmp_path / str(legacy), legacy=legacy)
+    state = json.loads((tmp_path / "True" / "tokenizer.json").read_text())
+    merges = state["model"].get("merges", [])
+    assert all(isinstance(merge, str) for merge in merges)
+    plain, legacy = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("False", "True"))
+    assert legacy.get_vocab() == plain.get_vocab()
+    for text in TEXTS:
+        assert legacy(text)["input_ids"] == plain(text)["input_ids"]
+
+
+def test_merges_with_spaces_are_refused_in_the_legacy_form(tmp_path):
+    backend = Tokenizer(BPE({"a": 0, " ": 1, "a ": 2}, [("a", " ")]))
+    ChatTokenizer(backend).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="holds a space, which the legacy form can't write"):
+        prepare_tokenizer_files(tmp_path / "base", tmp_path / "out", legacy=True)
     assert os.listdir(tmp_path) == ["base"]

@@ -12,6 +12,7 @@ def prepare_tokenizer_files(
     source_dir: str | PathLike[str],
     out_dir: str | PathLike[str],
     format: str = "chatml",
+    legacy: bool = False,
     *,
     pad_token: str | None = None,
 ) -> list[int]:
@@ -25,6 +26,7 @@ def prepare_tokenizer_files(
         source_dir: A folder with a saved fast tokenizer.
         out_dir: The folder to write, which must not exist.
         format: A key of `FORMAT_MAPPING`.
+        legacy: Whether readers before tokenizers 0.20 (transformers 4.45) shall load it too.
         pad_token: As for `setup_chat_format`.
 
     Returns:
@@ -33,7 +35,8 @@ def prepare_tokenizer_files(
     Raises:
         FileExistsError: `out_dir` exists.
         FileNotFoundError: The source has no tokenizer.json.
-        ValueError: A file of the source isn't what its name says, or `setup_chat_format` refuses.
+        ValueError: A file of the source isn't what its name says, `setup_chat_format` refuses, or
+            the legacy form can't hold this tokenizer.
 
     Example:
         >>> import tempfile
@@ -52,5 +55,5 @@ def prepare_tokenizer_files(
     _, _, added_ids = setup_chat_format(
         None, tokenizer, format, pad_token=pad_token, return_added_ids=True
     )
-    tokenizer.save_pretrained(out)
+    tokenizer.save_pretrained(out, legacy)
     return added_ids

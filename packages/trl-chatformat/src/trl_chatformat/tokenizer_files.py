@@ -138,7 +138,7 @@ class ChatTokenizer:
         tokenizer._add_missing_tokens()
         return tokenizer
 
-    def save_pretrained(self, path: str | PathLike[str]) -> None:
+    def save_pretrained(self, path: str | PathLike[str], legacy: bool = False) -> None:
         """Writes a folder that transformers 4.51 and 5 load with the same ids.
 
         The files are written together or, if anything fails, not at all. Templates go into
@@ -147,6 +147,10 @@ class ChatTokenizer:
 
         Args:
             path: The folder; made if it doesn't exist. Other files in it stay as they are.
+            legacy: Write what tokenizers before 0.20 reads too: the merges of a BPE as texts.
+
+        Raises:
+            ValueError: With `legacy`, a merge holds a space, which that form can't tell apart.
         """
         added = self.backend_tokenizer.get_added_tokens_decoder()
         decoder = {str(i): token.__getstate__() for i, token in sorted(added.items())}
@@ -163,7 +167,7 @@ class ChatTokenizer:
         write_together(
             Path(path),
             {
-                TOKENIZER_FILE: self._serialize_backend(),
+                TOKENIZER_FILE: self._serialize_backend(legacy),
                 CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False) + "\n",
             },
             remove=[TEMPLATE_FILE, TEMPLATE_FOLDER, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE],
@@ -185,14 +189,15 @@ class ChatTokenizer:
                 backend.add_special_tokens([_as_added_token(entry)])
                 added.add(token)
 
-    def _serialize_backend(self) -> str:
+    def _serialize_backend(self, legacy: bool) -> str:
         backend = self.backend_tokenizer
         try:
             if self._padding is not None:
                 backend.enable_padding(**self._padding)
             if self._truncation is not None:
                 backend.enable_truncation(**self._truncation)
-            return backend.to_str(pretty=True)
+            text = backend.to_str(pretty=True)
+            return _join_merges(text) if legacy else text
         finally:
             backend.no_padding()
             backend.no_truncation()
@@ -248,6 +253,20 @@ class ChatTokenizer:
             The text, as the tokenizer's decoder gives it.
         """
         return self.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def _join_merges(serialized: str) -> str:
+    state = json.loads(serialized)
+    merges = state["model"].get("merges")
+    if merges and not isinstance(merges[0], str):
+        spaced = next((pair for pair in merges if any(" " in part for part in pair)), None)
+        if spaced is not None:
+            raise ValueError(
+                f"The merge {spaced} holds a space, which the legacy form can't write: leave "
+                "`legacy` out."
+            )
+        state["model"]["merges"] = [" ".join(pair) for pair in merges]
+    return json.dumps(state, indent=2, ensure_ascii=False)
 
 
 def _text(token: Any) -> str | None:
