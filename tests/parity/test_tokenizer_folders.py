@@ -35,6 +35,12 @@ def test_both_versions_give_the_same_ids(tmp_path, legacy):
     for name in FORMAT_MAPPING:
         prepare_tokenizer_files(base, tmp_path / name, name, legacy=legacy, pad_token="distinct")
         prepared.append(tmp_path / name)
+    reused = ["<jupyter_start>", "<issue_start>"]  # and the other three grow
+    added = prepare_tokenizer_files(
+        base, tmp_path / "reused", "llama3", legacy=legacy, reuse_reserved=reused
+    )
+    assert sum(i < len(smollm2()) for i in added) == 2
+    prepared.append(tmp_path / "reused")
     for folder in prepared:
         new, old = (
             run_on_ranks(

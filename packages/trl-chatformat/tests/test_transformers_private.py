@@ -1,7 +1,8 @@
 """The private names of transformers that this package relies on."""
 
 import pytest
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, models
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 
 @pytest.mark.parametrize(
@@ -9,3 +10,8 @@ from transformers import ByT5Tokenizer
 )
 def test_slow_tokenizers_have(name):
     assert hasattr(ByT5Tokenizer(extra_ids=0), name)
+
+
+def test_fast_tokenizers_have_their_backend_in():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
+    assert tokenizer._tokenizer is tokenizer.backend_tokenizer

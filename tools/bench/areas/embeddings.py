@@ -53,7 +53,8 @@ class _Contest:
 
     def ours(self) -> None:
         undo = ModelSnapshot(self.model)
-        grow_embeddings(self.model, self.rows + 1, [self.rows, self.rows + 1], None, undo)
+        new_ids = [self.rows, self.rows + 1]
+        grow_embeddings(self.model, self.rows, self.rows + 2, new_ids, None, undo)
 
     def resize(self) -> None:
         self.model.resize_token_embeddings(self.rows + 2, mean_resizing=False)

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 
 def respell(tokenizer: Any, tokens: Mapping[int, AddedToken]) -> Any:
@@ -32,6 +32,25 @@ def respell(tokenizer: Any, tokens: Mapping[int, AddedToken]) -> Any:
     result.tokens_trie = type(tokenizer.tokens_trie)()
     result._update_trie()
     return result
+
+
+def rename_slow_tokens(tokenizer: Any, new: Mapping[str, AddedToken]) -> None:
+    """Gives added tokens of a slow transformers tokenizer other names and flags, in place.
+
+    Args:
+        tokenizer: A transformers tokenizer written in Python.
+        new: The tokens by the names that they replace.
+    """
+    tokens = {i: new.get(t.content, t) for i, t in _added_tokens(tokenizer).items()}
+    tokenizer._added_tokens_decoder = tokens
+    tokenizer._added_tokens_encoder = {token.content: i for i, token in tokens.items()}
+    tokenizer.tokens_trie = type(tokenizer.tokens_trie)()
+    tokenizer._update_trie()
+
+
+def replace_backend(tokenizer: Any, backend: Tokenizer) -> None:
+    """Puts another tokenizer inside a fast transformers tokenizer."""
+    tokenizer._tokenizer = backend
 
 
 def _added_tokens(tokenizer: Any) -> dict[int, AddedToken]:

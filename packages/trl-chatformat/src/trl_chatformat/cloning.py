@@ -13,6 +13,7 @@ from trl_chatformat.setup_format import (
     check_multiple,
     check_tokenizer,
     equip_tokenizer,
+    find_added_ids,
     set_up_model,
 )
 from trl_chatformat.tokenizer_files import ChatTokenizer
@@ -82,14 +83,12 @@ def clone_chat_template(
     special = [token.content for token in new if token.special]
     equip_tokenizer(ready, names, [text for text in special if text not in names.values()], new)
     ready.chat_template = template
-    old_ids = set(vocab.values())
-    new_ids = sorted(set(ready.get_vocab().values()) - old_ids)
+    added_ids = find_added_ids(tokenizer, ready)
     if model is not None:
-        highest = max(old_ids, default=-1)
-        set_up_model(model, highest, ready, resize_to_multiple_of, names=names)
+        set_up_model(model, tokenizer, ready, resize_to_multiple_of, names=names)
     vars(tokenizer).update(vars(ready))
     logger.info("The chat template's source set %s.", ", ".join(names) or "no bos, eos or pad")
-    return model, tokenizer, new_ids
+    return model, tokenizer, added_ids
 
 
 def _load(source: Any, tokenizer: Any) -> Any:

@@ -80,7 +80,8 @@ def _check_weight(weight: Any) -> None:
 
 def grow_embeddings(
     model: Any,
-    highest_id: int,
+    known: int,
+    needed: int,
     new_ids: Collection[int],
     multiple: int | None,
     undo: ModelSnapshot,
@@ -94,8 +95,9 @@ def grow_embeddings(
 
     Args:
         model: A transformers model.
-        highest_id: The highest id that must have a row.
-        new_ids: The ids of new tokens, all above those of trained rows.
+        known: How many rows tokens had so far: those after them were never trained.
+        needed: How many rows there must be at least.
+        new_ids: The ids of new tokens; below `known` where they replace others.
         multiple: The number of rows is rounded up to a multiple of this, if given.
         undo: Told about values before they are written over.
         new_rows: "sample" draws each row, "mean" takes the trained rows' mean for all.
@@ -111,22 +113,24 @@ def grow_embeddings(
         matrices.append(head.weight)
     bias = getattr(head, "bias", None)
     vectors = [bias] if bias is not None else []
-    trained = min([*new_ids, highest_id + 1])
     tensors = [*matrices, *vectors]
     old_rows = [getattr(tensor, "ds_shape", tensor.shape)[0] for tensor in tensors]
 
-    rows = max(highest_id + 1, *old_rows)
+    rows = max(needed, *old_rows)
     if multiple is not None:
         rows += -rows % multiple
 
     def fill(data: Any, old: int, ids: list[int]) -> None:
         if ids:
             index = torch.tensor(ids, device=data.device)
-            known = data[: min(trained, old)]
             if data.dim() == 1:
-                data[index] = known.mean() if len(known) else 0.0
+                others = torch.ones(len(data), dtype=torch.bool, device=data.device)
+                others[index] = False
+                trained = data[:known][others[:known]]
+                data[index] = trained.mean() if len(trained) else 0.0
             else:
-                data[index] = make_rows(known, len(ids), new_rows)
+                data[index] = 0  # what they replace is not to be followed
+                data[index] = make_rows(data[: min(known, old)], len(ids), new_rows)
 
     if is_partitioned(embedding.weight):
         grow_partitioned(model, tensors, new_ids, rows, fill)
@@ -140,10 +144,10 @@ def grow_embeddings(
                 _resize(model, rows)
         for tensor, old in zip(tensors, old_rows, strict=True):
             data = tensor.data
-            if data.shape[0] <= highest_id:
+            if data.shape[0] < needed:
                 raise RuntimeError(
                     f"{type(model).__name__}.resize_token_embeddings({rows}) left a layer with "
-                    f"{data.shape[0]} rows, too few for the id {highest_id}."
+                    f"{data.shape[0]} rows, where {needed} are needed."
                 )
             ids = sorted({*new_ids, *range(old, data.shape[0])})
             undo.keep_rows(data, torch.tensor(ids, dtype=torch.long, device=data.device))

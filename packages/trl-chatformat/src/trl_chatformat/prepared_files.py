@@ -1,6 +1,7 @@
 """Setting up a tokenizer's folder for a chat format, file to file."""
 
 import os
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -15,6 +16,7 @@ def prepare_tokenizer_files(
     legacy: bool = False,
     *,
     pad_token: str | None = None,
+    reuse_reserved: bool | Sequence[str] = False,
 ) -> list[int]:
     """Writes a tokenizer's folder anew, set up for a chat format, without torch or transformers.
 
@@ -28,6 +30,7 @@ def prepare_tokenizer_files(
         format: A key of `FORMAT_MAPPING`.
         legacy: Whether readers before tokenizers 0.20 (transformers 4.45) shall load it too.
         pad_token: As for `setup_chat_format`.
+        reuse_reserved: As for `setup_chat_format`.
 
     Returns:
         The ids of the tokens that the tokenizer lacked.
@@ -53,7 +56,12 @@ def prepare_tokenizer_files(
     tokenizer = ChatTokenizer.from_directory(source_dir)
     tokenizer.chat_template = None
     _, _, added_ids = setup_chat_format(
-        None, tokenizer, format, pad_token=pad_token, return_added_ids=True
+        None,
+        tokenizer,
+        format,
+        pad_token=pad_token,
+        reuse_reserved=reuse_reserved,
+        return_added_ids=True,
     )
     tokenizer.save_pretrained(out, legacy)
     return added_ids

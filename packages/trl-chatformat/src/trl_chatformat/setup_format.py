@@ -9,6 +9,7 @@ from tokenizers import AddedToken
 from trl_chatformat.beginning_tokens import drop_beginning_tokens, drop_slow_beginning_tokens
 from trl_chatformat.embeddings import NewRows, check_model, grow_embeddings
 from trl_chatformat.formats import ChatFormat, get_format
+from trl_chatformat.reserved_tokens import check_reserved, reuse_reserved_tokens
 from trl_chatformat.rollback import ModelSnapshot
 from trl_chatformat.tokenizer_files import ChatTokenizer
 from trl_chatformat.vocabulary import (
@@ -31,6 +32,7 @@ def setup_chat_format(
     *,
     pad_token: str | None = None,
     new_rows: NewRows = "sample",
+    reuse_reserved: bool | Sequence[str] = False,
     return_added_ids: Literal[False] = False,
 ) -> tuple[ModelT, TokenizerT]: ...
 @overload
@@ -42,6 +44,7 @@ def setup_chat_format(
     *,
     pad_token: str | None = None,
     new_rows: NewRows = "sample",
+    reuse_reserved: bool | Sequence[str] = False,
     return_added_ids: Literal[True],
 ) -> tuple[ModelT, TokenizerT, list[int]]: ...
 def setup_chat_format(
@@ -52,6 +55,7 @@ def setup_chat_format(
     *,
     pad_token: str | None = None,
     new_rows: NewRows = "sample",
+    reuse_reserved: bool | Sequence[str] = False,
     return_added_ids: bool = False,
 ) -> tuple[ModelT, TokenizerT] | tuple[ModelT, TokenizerT, list[int]]:
     """Sets up a base model and its tokenizer for a chat format, in place.
@@ -72,6 +76,9 @@ def setup_chat_format(
             tokenizer's own where that ends or begins nothing, else `<|pad|>`.
         new_rows: "sample" draws each new row from the trained rows' distribution, "mean" gives
             their mean to all.
+        reuse_reserved: Whether new tokens take the ids of tokens that the vocabulary keeps in
+            reserve, such as `<|reserved_special_token_0|>` or `[unused1]`, which lose their
+            names; or a list of such names. Only the tokens beyond those get ids of their own.
         return_added_ids: Whether to return the ids of new tokens as well.
 
     Returns:
@@ -81,9 +88,10 @@ def setup_chat_format(
     Raises:
         ValueError: The tokenizer has a chat template already; there is no such format;
             `resize_to_multiple_of` isn't a positive int, `pad_token` no text, or `new_rows`
-            neither of its two values; the model has PEFT adapters, embeddings that FSDP or an
-            engine shards, that are quantized or not loaded, or separate for encoder and decoder;
-            the tokenizer puts a token before every text and has no switch for it.
+            neither of its two values; a name in `reuse_reserved` is unknown or in use, or True
+            finds none; the model has PEFT adapters, embeddings that FSDP or an engine shards, that
+            are quantized or not loaded, or separate for encoder and decoder; the tokenizer puts a
+            token before every text and has no switch for it.
         TypeError: The tokenizer or the model is of an unknown kind.
 
     Example:
@@ -101,6 +109,7 @@ def setup_chat_format(
         raise ValueError(f'pad_token={pad_token!r}: a text was expected, "distinct", or None.')
     if new_rows not in get_args(NewRows):
         raise ValueError(f'new_rows={new_rows!r}: "sample" or "mean" was expected.')
+    check_reserved(reuse_reserved)
     check_tokenizer(tokenizer)
     given: Any = tokenizer
     if given.chat_template is not None:
@@ -113,18 +122,21 @@ def setup_chat_format(
         check_model(model)
 
     ready: Any = copy.deepcopy(tokenizer)
-    _set_up_tokenizer(ready, chat_format, _choose_pad(pad_token, tokenizer, chat_format))
-    old_vocab, new_vocab = _get_ids(tokenizer), _get_ids(ready)
+    pad = _choose_pad(pad_token, tokenizer, chat_format)
+    _set_up_tokenizer(ready, chat_format, pad, reuse_reserved)
+    added_ids = find_added_ids(given, ready)
     if model is not None:
-        set_up_model(model, max(old_vocab, default=-1), ready, resize_to_multiple_of, new_rows)
+        set_up_model(model, tokenizer, ready, resize_to_multiple_of, new_rows)
     vars(tokenizer).update(vars(ready))
     if return_added_ids:
-        return model, tokenizer, sorted(new_vocab - old_vocab)
+        return model, tokenizer, added_ids
     return model, tokenizer
 
 
-def _get_ids(tokenizer: Any) -> set[int]:
-    return set(tokenizer.get_vocab().values())
+def find_added_ids(before: Any, after: Any) -> list[int]:
+    """Lists the ids of the tokens that a tokenizer lacked before it changed, in order."""
+    known = before.get_vocab()
+    return sorted({i for token, i in after.get_vocab().items() if token not in known})
 
 
 def _choose_pad(asked: str | None, tokenizer: Any, chat_format: ChatFormat) -> str:
@@ -166,13 +178,17 @@ def check_multiple(multiple: Any) -> None:
         )
 
 
-def _set_up_tokenizer(tokenizer: Any, chat_format: ChatFormat, pad: str) -> None:
+def _set_up_tokenizer(
+    tokenizer: Any, chat_format: ChatFormat, pad: str, reuse_reserved: bool | Sequence[str]
+) -> None:
     names = {
         "bos_token": chat_format.bos_token,
         "eos_token": chat_format.eos_token,
         "pad_token": pad,
     }
-    equip_tokenizer(tokenizer, names, getattr(chat_format, "other_tokens", ()))
+    others = getattr(chat_format, "other_tokens", ())
+    reuse_reserved_tokens(tokenizer, reuse_reserved, [*names.values(), *others])
+    equip_tokenizer(tokenizer, names, others)
     tokenizer.chat_template = chat_format.chat_template
 
 
@@ -233,7 +249,7 @@ def _stop_beginning_token(tokenizer: Any) -> None:
 
 def set_up_model(
     model: Any,
-    before: int,
+    before: Any,
     tokenizer: Any,
     multiple: int | None,
     new_rows: NewRows = "sample",
@@ -243,13 +259,14 @@ def set_up_model(
 
     Args:
         model: A transformers model that `check_model` accepts.
-        before: The highest id of the tokenizer before it changed.
+        before: The tokenizer as it was before it changed.
         tokenizer: The tokenizer as it is now.
         multiple: The number of rows is rounded up to a multiple of this, if given.
         new_rows: How new rows get their values.
         names: Which tokens' ids to set.
     """
-    after = get_highest_id(tokenizer)
+    known, after = get_highest_id(before) + 1, get_highest_id(tokenizer) + 1
+    new_ids = {*find_added_ids(before, tokenizer), *range(known, after)}
     undo = ModelSnapshot(model)
     try:
         for config in _find_id_configs(model):
@@ -258,7 +275,7 @@ def set_up_model(
                 if key == "eos_token_id":
                     value = _put_first(value, getattr(config, key, None))
                 setattr(config, key, value)
-        grow_embeddings(model, after, range(before + 1, after + 1), multiple, undo, new_rows)
+        grow_embeddings(model, known, after, new_ids, multiple, undo, new_rows)
     except BaseException:
         undo.restore()
         raise
