@@ -6,7 +6,7 @@ import zipfile
 import pytest
 from real_data import fetch
 
-from tools.rails.wheels import build_wheels, fresh_venv, members, project_table
+from tools.rails.wheels import build_wheels, closure, extras, fresh_venv, members, project_table
 
 IN_EVERY_RUN = {"trl-chatformat", "trl-redirect"}
 PACKAGES = [
@@ -115,16 +115,14 @@ def test_a_wheel_alone_works_without_extras_and_passes_its_own_tests_with_them(v
     siblings = [name.replace("-", "_") for name in members()]
     found = venv.run(WHERE.format(module=module, names=[*siblings, *HEAVY]))
     assert found["file"].startswith(str(venv.folder / "venv" / "lib"))
-    declared = _closure_of_siblings(distribution)
     assert {name for name in found["there"] if name in siblings} == {
-        name.replace("-", "_") for name in declared
+        name.replace("-", "_") for name in closure(distribution)
     }
     assert not {"deepspeed", "peft"} & set(found["there"])
     code, expected = WITHOUT_EXTRAS[distribution]
     assert venv.run(code) == expected
 
-    extras = project_table(distribution).get("optional-dependencies", {})
-    venv.install(extras=extras, others=["pytest"])
+    venv.install(extras=extras(distribution), others=["pytest"])
     report = venv.run_own_tests()
     assert " passed" in report
     assert " skipped" not in report
@@ -173,11 +171,3 @@ answer = {{
         "template": True,
     }
 
-
-def _closure_of_siblings(distribution):
-    found = {distribution}
-    for requirement in project_table(distribution)["dependencies"]:
-        name = requirement.split(">")[0]
-        if name in members():
-            found |= _closure_of_siblings(name)
-    return found

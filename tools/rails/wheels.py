@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from tools.rails.environments import ROOT, hatch_command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
+ANY_TORCH = ROOT / "tools" / "constraints.txt"
 CONSTRAINTS = ROOT / "tools" / "constraints-default.txt"
 
 
@@ -32,6 +34,21 @@ def project_table(distribution: str) -> dict[str, Any]:
     """Return the `[project]` table of a member."""
     text = (ROOT / "packages" / distribution / "pyproject.toml").read_text()
     return tomllib.loads(text)["project"]
+
+
+def extras(distribution: str) -> list[str]:
+    """Return the names of a member's extras."""
+    return list(project_table(distribution).get("optional-dependencies", {}))
+
+
+def closure(distribution: str) -> set[str]:
+    """Return a member and those that it needs."""
+    found = {distribution}
+    for text in project_table(distribution)["dependencies"]:
+        name = re.split(r"[^a-z0-9-]", text)[0]
+        if name in members():
+            found |= closure(name)
+    return found
 
 
 @functools.cache
@@ -49,10 +66,19 @@ def build_wheels() -> dict[str, Path]:
 
 @dataclass
 class WheelVenv:
-    """A fresh venv with one member's wheel, out of reach of the sources."""
+    """A fresh venv with one member's wheel, out of reach of the sources.
+
+    Args:
+        folder: Where the venv is.
+        distribution: The member.
+        wheels: Its wheel and those of the members that it needs, by distribution.
+        floor: Versions to install, as pip's constraints; the environment default's if empty.
+    """
 
     folder: Path
     distribution: str
+    wheels: Mapping[str, Path]
+    floor: Iterable[str] = ()
 
     @property
     def python(self) -> Path:
@@ -60,16 +86,28 @@ class WheelVenv:
 
     def install(self, *, extras: Iterable[str] = (), others: Iterable[str] = ()) -> None:
         """Install the wheel with these extras, and other requirements beside it."""
-        wheel = build_wheels()[self.distribution]
-        names = ",".join(extras)
-        requirement = f"{self.distribution}[{names}] @ {wheel.as_uri()}"
+        names = {self.distribution: f"[{','.join(extras)}]"}
+        # By their files: a range would let in what an index has under a sibling's name.
+        needed = [
+            f"{name}{names.get(name, '')} @ {self.wheels[name].as_uri()}"
+            for name in closure(self.distribution)
+        ]
         # Most files of torch are never imported here, so none is compiled ahead.
         pip = [str(self.python), "-m", "pip", "install", "-q", "--no-compile"]
         _run(
-            [*pip, "--find-links", str(wheel.parent), requirement, *others],
+            [*pip, *needed, *others],
             cwd=self.folder,
-            env=_clean_environment() | {"PIP_CONSTRAINT": CONSTRAINTS.as_uri()},
+            env=_clean_environment() | {"PIP_CONSTRAINT": self._constraints().as_uri()},
         )
+
+    def _constraints(self) -> Path:
+        if not self.floor:
+            return CONSTRAINTS
+        file = self.folder / "constraints.txt"
+        # torch is the one that every environment has: see hatch.toml.
+        lines = [line for line in self.floor if not line.startswith("torch==")]
+        file.write_text("\n".join([*lines, ANY_TORCH.read_text()]))
+        return file
 
     def run(self, code: str) -> Any:
         """Run code there, which assigns `answer`, and return that through JSON."""
@@ -91,9 +129,17 @@ class WheelVenv:
         return _run([str(self.python), *arguments], cwd=self.folder)
 
 
-def fresh_venv(folder: Path, distribution: str) -> WheelVenv:
-    """Make a venv in this folder, with a member's wheel and its hard dependencies alone."""
-    venv = WheelVenv(folder, distribution)
+def fresh_venv(
+    folder: Path,
+    distribution: str,
+    wheels: Mapping[str, Path] | None = None,
+    floor: Iterable[str] = (),
+) -> WheelVenv:
+    """Make a venv in this folder, with a member's wheel and its hard dependencies alone.
+
+    The wheels are this repository's, built now, unless others are given.
+    """
+    venv = WheelVenv(folder, distribution, wheels or build_wheels(), floor)
     _run([sys.executable, "-m", "venv", str(folder / "venv")], cwd=folder)
     venv.install()
     return venv
