@@ -170,4 +170,3 @@ answer = {{
         "reloaded": True,
         "template": True,
     }
-

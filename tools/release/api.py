@@ -1,9 +1,11 @@
 """What changed in a package's public API since its last release."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.release.commands import export
 from tools.release.members import Member
 from tools.release.versions import Level
 
@@ -17,10 +19,11 @@ def compare_api(root: Path, member: Member, tag: str) -> tuple[Level, list[str]]
     import griffe
 
     source = member.folder / "src"
-    places = [source.relative_to(root)]
-    before = _face(griffe.load_git(member.module, ref=tag, repo=root, search_paths=places))
+    with tempfile.TemporaryDirectory(prefix="release-") as old:
+        export(root, f"{tag}:{source.relative_to(root)}", Path(old))
+        before = _face(griffe.load(member.module, search_paths=[old]))
     after = _face(griffe.load(member.module, search_paths=[source]))
-    # griffe begins each line with a file, here one of a temporary checkout.
+    # griffe begins each line with a file, here one of the old sources' copy.
     broken = [b.explain().partition(": ")[2] for b in griffe.find_breaking_changes(before, after)]
     added = sorted(set(_paths(after)) - set(_paths(before)))
     level = Level.BREAKING if broken else Level.FEATURE if added else Level.NONE

@@ -1,15 +1,13 @@
 """Distributions built from a commit, and proof that they don't depend on where or when."""
 
 import hashlib
-import io
 import os
-import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
-from tools.release.commands import ReleaseError, run
+from tools.release.commands import ReleaseError, export, run
 from tools.release.members import Member
 
 # Builders who share nothing but the commit: folder, umask, the files' age, and the environment.
@@ -57,10 +55,7 @@ def digest(file: Path) -> str:
 
 
 def _check_out(root: Path, member: Member, source: Path, umask: int, age: int) -> None:
-    command = ["git", "archive", f"HEAD:{member.folder.relative_to(root)}"]
-    archive = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        files.extractall(source, filter="data")
+    export(root, f"HEAD:{member.folder.relative_to(root)}", source)
     for path in source.rglob("*"):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
         os.utime(path, (age, age))

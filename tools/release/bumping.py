@@ -30,7 +30,7 @@ def bump(root: Path, moves: list[Move]) -> None:
         git(root, "add", "--all", "--", "packages")
         git(root, "commit", "--quiet", "--message", "\n".join([title, "", *reasons]))
     except BaseException:
-        git(root, "reset", "--quiet", "--hard")
+        git(root, "restore", "--staged", "--worktree", "--", "packages")
         git(root, "clean", "--quiet", "-d", "--force", "--", "packages")
         raise
     # The metadata of members that are installed to be edited has the old versions.

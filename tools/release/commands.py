@@ -1,7 +1,9 @@
 """Other programs, run in a clean environment."""
 
+import io
 import os
 import subprocess
+import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +33,14 @@ def run(
 def git(root: Path, *arguments: str) -> str:
     """Run git in a repository and return what it printed, without the end of the last line."""
     return run(["git", *arguments], root).rstrip("\n")
+
+
+def export(root: Path, tree: str, folder: Path) -> None:
+    """Write the files of a tree, such as `HEAD:packages`, into a folder."""
+    command = ["git", "archive", tree]
+    archive = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
 
 
 def refuse_changes(root: Path, *paths: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -27,12 +28,16 @@ def rehearse(root: Path, name: str, say: Callable[[str], None]) -> None:
     Raises:
         ReleaseError: A step failed, or users would not get what was published.
     """
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as place, serve(Path(place)) as url:
-        clone = Path(place) / "clone"
+    # The index on loopback asks for neither; twine does.
+    os.environ |= {"TWINE_USERNAME": "x", "TWINE_PASSWORD": "x"}
+    with contextlib.ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rehearsal-")))
+        url = stack.enter_context(serve(place / "index"))
+        clone = place / "clone"
         git(root, "clone", "--quiet", "--no-tags", str(root), str(clone))
         git(clone, "config", "user.name", "Rehearsal")
         git(clone, "config", "user.email", "rehearsal@localhost")
-        _release_everything(clone, Path(place) / "released", url)
+        _release_everything(clone, place / "released", url)
         _change(clone / "packages" / name)
         where = ["--index", f"{url}simple/", "--upload", url]
         steps = [["status"], ["plan"], ["bump"], ["check", name]]
@@ -42,7 +47,7 @@ def rehearse(root: Path, name: str, say: Callable[[str], None]) -> None:
         version = str(load_members(clone)[name].version)
         if f"{name}-v{version}" not in git(clone, "tag").split():
             raise ReleaseError(f"{name} {version} was published and not tagged.")
-        _use(name, version, clone, Path(place) / "user", f"{url}simple/")
+        _use(name, version, clone, place / "user", f"{url}simple/")
         say(f"{name} {version}: installed by name, and its README's examples run")
 
 
@@ -85,15 +90,14 @@ def _use(name: str, version: str, clone: Path, user: Path, index: str) -> None:
 
 
 @contextlib.contextmanager
-def serve(folder: Path) -> Iterator[str]:
-    """Run a package index on loopback, and yield its URL."""
-    files = folder / "index"
+def serve(files: Path, python: str = sys.executable) -> Iterator[str]:
+    """Run a package index of a folder's files on loopback, and yield its URL."""
     files.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     where = ["-i", "127.0.0.1", "-p", port, "-P", ".", "-a", ".", "--disable-fallback"]
-    command = [sys.executable, "-m", "pypiserver", "run", *where, "--hash-algo", "sha256"]
+    command = [python, "-m", "pypiserver", "run", *where, "--hash-algo", "sha256"]
     server = subprocess.Popen([*command, str(files)], stderr=subprocess.DEVNULL)
     try:
         for _ in range(100):

@@ -61,7 +61,8 @@ def require(requirement: str, version: Version) -> str:
         'trl-x>=2.0,<3'
     """
     parsed = Requirement(requirement)
-    lower = ".".join(map(str, version.release[: 3 if version.micro else 2]))
+    short = ".".join(map(str, version.release[: 3 if version.micro else 2]))
+    lower = str(version) if version.is_prerelease else short
     upper = str(version.major + 1) if version.major else f"0.{version.minor + 1}"
     extras = f"[{','.join(sorted(parsed.extras))}]" if parsed.extras else ""
     marker = f"; {parsed.marker}" if parsed.marker else ""
