@@ -187,3 +187,18 @@ def encoder_decoder(request):
         decoder_ffn_dim=32,
     )
     return make_model(config)
+
+
+@pytest.fixture
+def second_layer_fails(monkeypatch):
+    """Rows are made for the first layer, and there is no memory for those of the second."""
+    drawn = []
+
+    def sample(trained, count):
+        if drawn:
+            raise RuntimeError("no memory")
+        drawn.append(count)
+        return torch.full((count, trained.shape[1]), 9.0)
+
+    monkeypatch.setattr("trl_chatformat.embeddings.sample_rows", sample)
+    return drawn

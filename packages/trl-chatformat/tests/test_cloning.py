@@ -1,5 +1,9 @@
 """A chat template is taken over from another tokenizer, with what it needs and no more."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models
@@ -54,6 +58,32 @@ def test_a_model_grows_and_gets_ids(fast, make_llama, source, tie):
     for config in (model.config, model.generation_config):
         assert config.eos_token_id == fast.eos_token_id
         assert config.pad_token_id == fast.pad_token_id
+
+
+def test_a_source_can_be_a_name_on_the_hub(fast, source, tmp_path):
+    # As if it had been fetched before: a hub's cache holds each commit's files in a folder.
+    cached = tmp_path / "home" / "hub" / "models--somebody--chatty"
+    source.save_pretrained(cached / "snapshots" / "0123abcd")
+    (cached / "snapshots" / "0123abcd" / "config.json").write_text('{"model_type": "gpt_neox"}')
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abcd")
+    fast.save_pretrained(tmp_path / "base")
+    code = (
+        "import sys; from transformers import AutoTokenizer\n"
+        "from trl_chatformat import clone_chat_template\n"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        "_, tokenizer, added = clone_chat_template(None, tokenizer, 'somebody/chatty')\n"
+        "print(tokenizer.eos_token, *added)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "base"],
+        env=os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    _, _, added = clone_chat_template(None, fast, source)
+    assert done.stdout.split() == [source.eos_token, *map(str, added)], done.stderr
 
 
 def test_only_what_the_source_has_is_set(fast, make_llama, caplog):

@@ -235,20 +235,11 @@ def test_rows_are_made_anew_in_place(byte_level, make_llama, tie):
             assert torch.equal(parameter, old[name])
 
 
-def test_a_failure_brings_reserved_rows_and_names_back(byte_level, make_llama, monkeypatch):
+def test_a_failure_brings_reserved_rows_and_names_back(byte_level, make_llama, second_layer_fails):
     tokenizer = make_fast(with_added_tokens(byte_level))
     model = make_llama(len(tokenizer), tie=False)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     serialized, config = tokenizer.backend_tokenizer.to_str(), model.config.to_dict()
-    drawn = []
-
-    def fail_for_the_second_layer(trained, count):
-        if drawn:
-            raise RuntimeError("no memory")
-        drawn.append(count)
-        return torch.full((count, trained.shape[1]), 9.0)
-
-    monkeypatch.setattr("trl_chatformat.embeddings.sample_rows", fail_for_the_second_layer)
     with pytest.raises(RuntimeError, match="no memory"):
         setup_chat_format(model, tokenizer, reuse_reserved=True)
     assert tokenizer.backend_tokenizer.to_str() == serialized

@@ -106,22 +106,13 @@ def test_a_resize_that_fails_changes_nothing(tokenizer, make_llama, monkeypatch,
     check_untouched(model, tokenizer, act)
 
 
-def test_rows_written_before_a_failure_are_put_back(tokenizer, make_llama, monkeypatch):
+def test_rows_written_before_a_failure_are_put_back(tokenizer, make_llama, second_layer_fails):
     model = make_llama(512, tie=False)
-    drawn = []
-
-    def fail_for_the_second_layer(trained, count):
-        if drawn:
-            raise RuntimeError("no memory")
-        drawn.append(count)
-        return torch.full((count, trained.shape[1]), 9.0)
-
-    monkeypatch.setattr("trl_chatformat.embeddings.sample_rows", fail_for_the_second_layer)
 
     def act():
         with pytest.raises(RuntimeError, match="no memory"):
             setup_chat_format(model, tokenizer)
-        assert drawn == [2]
+        assert second_layer_fails == [2]
 
     check_untouched(model, tokenizer, act)
 
