@@ -30,7 +30,7 @@ EXAMPLES = ROOT / "packages" / "trl-models" / "examples"
 WORKER = Path(__file__).with_name("rank_worker.py")
 START_LIMIT = 540  # seconds; the first ZeRO run of an environment compiles a communication op
 GRACE = 5  # seconds for the other ranks to report, once one has failed
-GROUPS_KEPT = 2  # each rank holds most of a gigabyte
+GROUPS_KEPT = 3  # one process, and two ranks of each family; a rank holds most of a gigabyte
 
 
 class RankError(AssertionError):
