@@ -20,8 +20,8 @@ def compare_api(root: Path, member: Member, tag: str) -> tuple[Level, list[str]]
 
     source = member.folder / "src"
     with tempfile.TemporaryDirectory(prefix="release-") as old:
-        export(root, f"{tag}:{source.relative_to(root)}", Path(old))
-        before = _face(griffe.load(member.module, search_paths=[old]))
+        export(root, f"{tag}:{source.relative_to(root)}", Path(old) / "src")
+        before = _face(griffe.load(member.module, search_paths=[Path(old) / "src"]))
     after = _face(griffe.load(member.module, search_paths=[source]))
     # griffe begins each line with a file, here one of the old sources' copy.
     broken = [b.explain().partition(": ")[2] for b in griffe.find_breaking_changes(before, after)]

@@ -55,6 +55,7 @@ def digest(file: Path) -> str:
 
 
 def _check_out(root: Path, member: Member, source: Path, umask: int, age: int) -> None:
+    source.parent.mkdir(exist_ok=True)
     export(root, f"HEAD:{member.folder.relative_to(root)}", source)
     for path in source.rglob("*"):
         path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)

@@ -1,6 +1,5 @@
 """Other programs, run in a clean environment."""
 
-import io
 import os
 import subprocess
 import tarfile
@@ -36,11 +35,12 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def export(root: Path, tree: str, folder: Path) -> None:
-    """Write the files of a tree, such as `HEAD:packages`, into a folder."""
-    command = ["git", "archive", tree]
-    archive = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+    """Write the files of a tree, such as `HEAD:packages`, into a new folder."""
+    archive = folder.with_name(f"{folder.name}.tar")
+    git(root, "archive", "--output", str(archive), tree)
+    with tarfile.open(archive) as files:
         files.extractall(folder, filter="data")
+    archive.unlink()
 
 
 def refuse_changes(root: Path, *paths: str) -> None:
