@@ -8,7 +8,7 @@ from real_data import fetch
 
 from tools.rails.wheels import build_wheels, closure, extras, fresh_venv, members, project_table
 
-IN_EVERY_RUN = {"trl-chatformat", "trl-redirect"}
+IN_EVERY_RUN = {"trl-chatformat"}  # who install it alone have no torch
 PACKAGES = [
     pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.full, id=name)
     for name in members()
