@@ -1,7 +1,7 @@
 """Rows of a model's embeddings for new tokens, and values for them."""
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from trl_chatformat._transformers_private import grows_plainly
@@ -89,9 +89,10 @@ def grow_embeddings(
 ) -> None:
     """Makes room for a vocabulary in a model's embeddings, and gives new tokens' rows values.
 
-    Rows are never taken away. Every row that is new, or gets a token for the first time, gets a
-    value that follows the trained rows; an output layer of its own and its bias are treated
-    alike. All other rows keep their bits, and modules and parameters their identity.
+    Rows are never taken away. Every row that gets a token for the first time gets a value that
+    follows the trained rows, and one that is new and has no token their mean; an output layer of
+    its own and its bias are treated alike. All other rows keep their bits, and modules and
+    parameters their identity.
 
     Args:
         model: A transformers model.
@@ -128,9 +129,13 @@ def grow_embeddings(
                 others[index] = False
                 trained = data[:known][others[:known]]
                 data[index] = trained.mean() if len(trained) else 0.0
-            else:
-                data[index] = 0  # what they replace is not to be followed
-                data[index] = make_rows(data[: min(known, old)], len(ids), new_rows)
+                return
+            data[index] = 0  # what they replace is not to be followed
+            trained = data[: min(known, old)]
+            tokens = [i for i in ids if i in new_ids]
+            data[tokens] = make_rows(trained, len(tokens), new_rows)
+            padding = [i for i in ids if i not in new_ids]
+            data[padding] = make_padding(trained, len(padding))
 
     if is_partitioned(embedding.weight):
         grow_partitioned(model, tensors, new_ids, rows, fill)
@@ -217,24 +222,47 @@ def make_rows(trained: "torch.Tensor", count: int, new_rows: NewRows) -> "torch.
         >>> make_rows(torch.tensor([[0.0, 2.0], [0.0, 0.0], [2.0, 4.0]]), 1, "mean")
         tensor([[1., 3.]])
     """
-    import torch
-
     if new_rows == "mean":
         return average_rows(trained).to(trained.dtype).expand(count, -1)
-    drawn = sample_rows(trained, count)
-    # Trained rows that are nearly the same leave less between rows than the dtype can tell apart.
-    spread = torch.finfo(trained.dtype).eps * drawn.abs().clamp(min=1e-3)
-    while len(torch.unique(rows := drawn.to(trained.dtype), dim=0)) < count:
-        drawn = drawn + spread * torch.randn_like(drawn)
+    return _make_distinct(sample_rows(trained, count), trained.dtype)
+
+
+def make_padding(trained: "torch.Tensor", count: int) -> "torch.Tensor":
+    """Makes rows of no token: about the trained rows' mean, and each another.
+
+    In an output layer they share in the probabilities of every prediction for as long as nothing
+    trains them, and the mean's share is small where that of a row like the trained ones is not.
+
+    Args:
+        trained: The trained rows, of shape (V, H).
+        count: How many rows to make.
+
+    Returns:
+        The rows in the trained rows' dtype, of shape (count, H).
+    """
+    if not count:
+        return trained[:0]
+    mean = average_rows(trained, max(ROWS_PER_COLUMN * trained.shape[1], LEAST_ROWS))
+    return _make_distinct(mean.expand(count, -1), trained.dtype)
+
+
+def _make_distinct(rows: "torch.Tensor", dtype: "torch.dtype") -> "torch.Tensor":
+    import torch
+
+    # Rows that are nearly the same leave less between them than the dtype can tell apart.
+    spread = torch.finfo(dtype).eps * rows.abs().clamp(min=1e-3)
+    while len(torch.unique(stored := rows.to(dtype), dim=0)) < len(rows):
+        rows = rows + spread * torch.randn_like(rows)
         spread = 2 * spread
-    return rows
+    return stored
 
 
-def average_rows(trained: "torch.Tensor") -> "torch.Tensor":
+def average_rows(trained: "torch.Tensor", most: int | None = None) -> "torch.Tensor":
     """Takes the mean of trained rows, those of one value throughout left out.
 
     Args:
         trained: The trained rows, of shape (V, H).
+        most: Of more rows than this, so many are chosen at random.
 
     Returns:
         The mean in float32, of shape (H,); zeros where no row is trained.
@@ -243,8 +271,7 @@ def average_rows(trained: "torch.Tensor") -> "torch.Tensor":
 
     total = torch.zeros(trained.shape[1], dtype=torch.float32, device=trained.device)
     size = 0
-    for start in range(0, len(trained), CHUNK):
-        rows = _keep_trained(trained[start : start + CHUNK])
+    for rows in _iter_trained(trained, most):
         total += rows.sum(dim=0)
         size += len(rows)
     return total / max(size, 1)
@@ -267,17 +294,11 @@ def sample_rows(trained: "torch.Tensor", count: int) -> "torch.Tensor":
     """
     import torch
 
-    size, width = trained.shape
+    width = trained.shape[1]
     form: dict[str, Any] = {"device": trained.device, "dtype": torch.float32}
-    chosen = max(ROWS_PER_COLUMN * width, LEAST_ROWS)
-    index = None
-    if size > chosen:
-        index = torch.randperm(size, device=trained.device)[:chosen].sort().values
     # The first row of weights is ones, for the sum.
     weights, sums, used = torch.zeros(count, 1, **form), torch.zeros(1 + count, width, **form), 0
-    for start in range(0, min(size, chosen), CHUNK):
-        span = slice(start, start + CHUNK)
-        rows = _keep_trained(trained[span] if index is None else trained[index[span]])
+    for rows in _iter_trained(trained, max(ROWS_PER_COLUMN * width, LEAST_ROWS)):
         mixture = torch.randn(1 + count, len(rows), **form)
         mixture[0] = 1
         sums += mixture @ rows
@@ -287,6 +308,18 @@ def sample_rows(trained: "torch.Tensor", count: int) -> "torch.Tensor":
         return 0.02 * torch.randn(count, width, **form)
     mean = sums[0] / used
     return mean + (sums[1:] - weights * mean) / used**0.5
+
+
+def _iter_trained(trained: "torch.Tensor", most: int | None) -> Iterator["torch.Tensor"]:
+    import torch
+
+    size, index = len(trained), None
+    if most is not None and size > most:
+        index = torch.randperm(size, device=trained.device)[:most].sort().values
+        size = most
+    for start in range(0, size, CHUNK):
+        span = slice(start, start + CHUNK)
+        yield _keep_trained(trained[span] if index is None else trained[index[span]])
 
 
 def _keep_trained(rows: "torch.Tensor") -> "torch.Tensor":
