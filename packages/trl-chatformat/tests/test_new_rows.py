@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from trl_chatformat import setup_chat_format
 from trl_chatformat._transformers_private import grows_plainly
 from trl_chatformat.embeddings import average_rows, make_rows, sample_rows
 
@@ -62,3 +63,19 @@ def test_a_broken_row_does_not_spread():
     trained[7] = float("nan")
     assert make_rows(trained, 3, "sample").isfinite().all()
     assert make_rows(trained, 3, "mean").isfinite().all()
+
+
+def test_rows_of_no_token_take_little_of_a_prediction(make_llama, fast):
+    torch.manual_seed(0)
+    model = make_llama(325, tie=False)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.normal_()
+    _, _, added = setup_chat_format(model, fast, resize_to_multiple_of=512, return_added_ids=True)
+    assert len(head.weight) == 512
+    probabilities = (torch.randn(64, 32) @ head.weight.T).softmax(dim=-1)
+    padding = [i for i in range(325, 512) if i not in added]
+    # Rows like the trained ones would take 185 of 512 parts.
+    assert probabilities[:, padding].sum(dim=-1).mean() < 0.01
+    assert head.weight[added].norm(dim=1).min() > 3  # of about 5.7
+    assert len(torch.unique(head.weight[325:], dim=0)) == 512 - 325
